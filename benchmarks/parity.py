@@ -1,0 +1,159 @@
+"""Nonuniform training against one device, in float64: `python benchmarks/parity.py`.
+
+For each case: the loss, every gradient, and parameters and moments after 3 AdamW steps, on every replica, are compared with plain
+JAX on one device. The error of an array is max|a - b| / max|b|; what is printed is the worst over arrays, replicas and steps.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from models.one_device import train_step
+from models.transformer import Batch, TransformerConfig, TransformerFunctions
+from ntpjax.mesh import FlatMesh, flat_mesh
+from ntpjax.optimizer import adamw, state_partitions, warmup_cosine
+from ntpjax.packing import families_of, partition_tree, unpack
+from ntpjax.step import make_apply_step, make_grad_step, make_init, make_optimizer_init
+from ntpjax.topology import Topology
+
+PyTree = Any
+
+NUM_DEVICES = 16
+SEQ_LEN = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """TP degrees, sizes, and rows of each replica (two each if not given). `nominal_tp` is that of a healthy replica."""
+
+    degrees: tuple[int, ...]
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    ffn_units: int = 12
+    vocab_size: int = 64
+    tied: bool = True
+    rows: tuple[int, ...] = ()
+    nominal_tp: int = 0
+
+    @property
+    def config(self) -> TransformerConfig:
+        return TransformerConfig(
+            vocab_size=self.vocab_size,
+            d_model=16,
+            num_layers=2,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=4,
+            ffn_dim=4 * self.ffn_units,
+            ffn_unit=4,
+            tie_embeddings=self.tied,
+            init_std=0.2,
+        )
+
+
+CASES = (
+    Case((4, 4)),
+    Case((4, 3), tied=False),
+    Case((3, 3), nominal_tp=4),
+    Case((4, 3, 2), num_heads=12, num_kv_heads=6, ffn_units=13, vocab_size=67),
+    Case((5,), num_heads=12, num_kv_heads=12),
+    Case((7, 5), num_heads=12, num_kv_heads=12, vocab_size=101, tied=False),
+    Case((7,), num_heads=7, num_kv_heads=7, vocab_size=257),
+    Case((3,), vocab_size=257, num_heads=9, num_kv_heads=3),
+    Case((2, 1), vocab_size=257, tied=False),
+    Case((8, 7), num_heads=28, num_kv_heads=14, ffn_units=17),
+    Case((4, 3), rows=(8, 7)),
+    Case((4, 4), rows=(8, 0), tied=False),
+    Case((3, 4), rows=(0, 5)),
+    Case((4, 2), num_heads=2, num_kv_heads=2, ffn_units=3),
+    Case((5, 4), num_heads=5, num_kv_heads=5, ffn_units=5, vocab_size=19),
+    Case((8, 2), num_heads=32, num_kv_heads=8, ffn_units=31, vocab_size=255),
+)
+
+
+def relative_error(found: PyTree, expected: PyTree) -> float:
+    """The worst max|a - b| / max|b| over the arrays of two trees; an array of zeros counts absolutely."""
+
+    def of_array(a: Any, b: Any) -> float:
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.shape == b.shape, (a.shape, b.shape)
+        return float(np.max(np.abs(a - b)) / (np.max(np.abs(b)) or 1.0))
+
+    return max(jax.tree.leaves(jax.tree.map(of_array, found, expected)))
+
+
+def random_batch(config: TransformerConfig, num_rows: int, seed: int) -> Batch:
+    tokens = np.random.default_rng(seed).integers(config.vocab_size, size=(num_rows, SEQ_LEN + 1), dtype=np.int32)
+    return {"tokens": jnp.asarray(tokens), "weights": jnp.ones((num_rows, SEQ_LEN))}
+
+
+def batch_on(flat: FlatMesh, batch: Batch, rows: tuple[int, ...]) -> dict[str, jax.Array]:
+    """The global batch dealt to replicas: `rows[r]` rows for replica `r`, padded with rows of weight 0."""
+    ends = np.cumsum(rows)
+    placed = {}
+    for name, values in (("tokens", batch["tokens"]), ("weights", batch["weights"])):
+        padded = np.zeros((len(rows), max(rows), values.shape[1]), values.dtype)
+        for r, (num, end) in enumerate(zip(rows, ends, strict=True)):
+            padded[r, :num] = values[end - num : end]
+        placed[name] = flat.place([padded[r] for r in flat.replica_of])
+    return placed
+
+
+def errors(case: Case, num_steps: int = 3) -> Iterator[float]:
+    """The worst errors of each step's loss and gradients, then of the parameters and of the moments at the end."""
+    model = TransformerFunctions(case.config, jnp.float64)
+    params = jax.jit(model.init)(jax.random.key(1))
+    partitions = partition_tree(params, model.partitions)
+    families = families_of(params, partitions, case.nominal_tp or max(case.degrees))
+    flat = flat_mesh(Topology.of_degrees(case.degrees, case.nominal_tp or None), jax.devices())
+    schedule = warmup_cosine(learning_rate=1e-3, warmup_steps=2, num_steps=10, final_fraction=0.1)
+    optimizer = adamw(schedule, partitions, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    clip_norm = 0.1  # below the norm of random gradients: clipping is on
+
+    sharded = make_init(model.init, flat, families)(jax.random.key(1))
+    sharded_opt = make_optimizer_init(optimizer, flat)(sharded)
+    opt_state = optimizer.init(params)
+    grad_step = make_grad_step(model, flat, families, partitions)
+    apply_step = make_apply_step(optimizer, flat, clip_norm)
+    rows = case.rows or (2,) * len(case.degrees)
+
+    def on_each_replica(tree: PyTree, parts: PyTree, expected: PyTree) -> float:
+        found = (unpack(tree, parts, families, flat, group) for group in flat.tp_groups)
+        return max(relative_error(logical, expected) for logical in found)
+
+    for step in range(num_steps):
+        batch = random_batch(case.config, sum(rows), seed=step)
+        reference = train_step(model, optimizer, clip_norm, params, opt_state, batch)
+        grads, sums = grad_step(sharded, batch_on(flat, batch, rows))
+        yield relative_error(sums.loss, reference.loss)
+        yield relative_error(sums.squared_norm, optax.global_norm(reference.grads) ** 2)
+        yield on_each_replica(grads, partitions, reference.grads)
+        sharded, sharded_opt = apply_step(sharded, sharded_opt, grads, sums)
+        params, opt_state = reference.params, reference.opt_state
+    yield on_each_replica(sharded, partitions, params)
+    yield on_each_replica(sharded_opt, state_partitions(optimizer, params, partitions), opt_state)
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    jax.config.update("jax_enable_x64", True)
+    worst = 0.0
+    for case in CASES:
+        error = max(errors(case))
+        worst = max(worst, error)
+        print(f"{error:.2e}  {case}", flush=True)
+    print(f"worst_relative_error {worst:.2e} cases {len(CASES)}")
+
+
+if __name__ == "__main__":
+    main()

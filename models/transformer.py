@@ -1,0 +1,305 @@
+"""A decoder-only transformer in Flax NNX: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+It knows nothing of ntpjax. What it needs of tensor parallelism it takes as an argument, `tp` (see `TensorParallel`), and it
+reads its local widths from its parameters' shapes, so the same module runs on one device (`tp=OneDevice(...)`) and as one
+shard of an uneven group, whatever the number of heads, FFN columns or vocabulary rows that the shard has.
+
+Every sharded parameter has its units first (after the layer, in a stack) and `d_model` last: a unit of family `kv` is one KV
+head with its query heads, one of `ffn` a block of FFN columns (its gate, up and down), one of `vocab` a row of the
+vocabulary. Initial values are drawn unit by unit, from a key that names the parameter and the unit: they do not depend on how
+the units are spread, and no rank ever draws more than it holds.
+
+Shape suffixes: B rows of the batch, S positions, D d_model, K local KV heads, G query heads for each KV head, H head
+dimension, N local query heads (K x G), F local FFN columns, V local vocabulary rows, U local units.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypedDict
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+UnitIds = Mapping[str, jax.Array]
+"""For each unit family the ids of the units to hold, [U] int32, -1 for a padding slot."""
+
+
+class TensorParallel(Protocol):
+    """What a model asks of the tensor-parallel group that it is a shard of."""
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        """`x` unchanged; its gradient is summed over the group. Stands before the first use of sharded weights."""
+        ...
+
+    def exit(self, x: jax.Array) -> jax.Array:
+        """`x` summed over the group; its gradient is unchanged. Stands after the last use of sharded weights."""
+        ...
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """The largest `x` over the group; has no gradient."""
+        ...
+
+    def unit_ids(self, family: str) -> jax.Array:
+        """Ids of the units in this rank's slots, [U] int32, -1 for a padding slot."""
+        ...
+
+
+class TransformerConfig(BaseModel):
+    """Sizes of the model. Any number of heads, FFN units and vocabulary rows goes with any TP degree."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocab_size: int = Field(ge=1, description="rows of the embedding and of the head")
+    d_model: int = Field(ge=1, description="width of the residual stream")
+    num_layers: int = Field(ge=1)
+    num_heads: int = Field(ge=1, description="query heads")
+    num_kv_heads: int = Field(ge=1, description="KV heads; must divide num_heads")
+    head_dim: int = Field(ge=2, description="must be even (RoPE rotates pairs)")
+    ffn_dim: int = Field(ge=1, description="FFN columns")
+    ffn_unit: int = Field(ge=1, description="FFN columns that stay together; must divide ffn_dim")
+    tie_embeddings: bool = Field(default=True, description="the head is the embedding")
+    rope_theta: float = Field(default=10_000.0, gt=0, allow_inf_nan=False)
+    norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    init_std: float = Field(default=0.02, gt=0, allow_inf_nan=False, description="residual outputs: over sqrt(2 layers)")
+
+    @model_validator(mode="after")
+    def _check(self) -> "TransformerConfig":
+        for whole, part in (("num_heads", "num_kv_heads"), ("ffn_dim", "ffn_unit")):
+            size, unit = getattr(self, whole), getattr(self, part)
+            if size % unit:
+                raise ValueError(f"`{part}` (={unit}) must divide `{whole}` (={size}); change one of them.")
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` (={self.head_dim}) must be even, because RoPE rotates pairs.")
+        return self
+
+    @property
+    def num_units(self) -> dict[str, int]:
+        """Units of each family."""
+        return {"kv": self.num_kv_heads, "ffn": self.ffn_dim // self.ffn_unit, "vocab": self.vocab_size}
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """The TP group of one rank, which holds every unit: no collectives."""
+
+    num_units: Mapping[str, int]
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def exit(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def max(self, x: jax.Array) -> jax.Array:
+        return jax.lax.stop_gradient(x)
+
+    def unit_ids(self, family: str) -> jax.Array:
+        return jnp.arange(self.num_units[family], dtype=jnp.int32)
+
+
+class Batch(TypedDict):
+    """`tokens` [B, S+1] int32; `weights` [B, S]: what each predicted token counts, 0 for padding."""
+
+    tokens: jax.Array
+    weights: jax.Array
+
+
+def _draw(key: jax.Array, unit_ids: jax.Array, unit_shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> jax.Array:
+    """Normal values for each unit, zeros for padding: [U x unit_shape[0], *unit_shape[1:]]."""
+    draw = jax.vmap(lambda unit: jax.random.normal(jax.random.fold_in(key, unit), unit_shape, dtype))(unit_ids)
+    held = (unit_ids >= 0).reshape(-1, *(1 for _ in unit_shape))
+    return jnp.where(held, draw * std, 0).reshape(-1, *unit_shape[1:])
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, config: TransformerConfig, dtype: jnp.dtype) -> None:
+        self.scale = nnx.Param(jnp.ones(config.d_model, dtype))
+        self.eps = config.norm_eps
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        wide = x_BSD.astype(jnp.promote_types(x_BSD.dtype, jnp.float32))
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * inverse).astype(x_BSD.dtype) * self.scale[...]
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: TransformerConfig, key: jax.Array, units: UnitIds, dtype: jnp.dtype) -> None:
+        keys, kv = jax.random.split(key, 4), units["kv"]
+        group = config.num_heads // config.num_kv_heads
+        q_shape = (group, config.head_dim, config.d_model)
+        kv_shape = (1, config.head_dim, config.d_model)
+        residual_std = config.init_std / (2 * config.num_layers) ** 0.5
+        self.q = nnx.Param(_draw(keys[0], kv, q_shape, config.init_std, dtype))
+        self.k = nnx.Param(_draw(keys[1], kv, kv_shape, config.init_std, dtype))
+        self.v = nnx.Param(_draw(keys[2], kv, kv_shape, config.init_std, dtype))
+        self.out = nnx.Param(_draw(keys[3], kv, q_shape, residual_std, dtype))
+        self.rope_theta = config.rope_theta
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        q_BSNH = _rotate(jnp.einsum("bsd,nhd->bsnh", x_BSD, self.q[...]), self.rope_theta)
+        k_BSKH = _rotate(jnp.einsum("bsd,khd->bskh", x_BSD, self.k[...]), self.rope_theta)
+        v_BSKH = jnp.einsum("bsd,khd->bskh", x_BSD, self.v[...])
+        mixed_BSNH = _attend(q_BSNH, k_BSKH, v_BSKH)
+        return jnp.einsum("bsnh,nhd->bsd", mixed_BSNH, self.out[...])
+
+
+def _rotate(x_BSNH: jax.Array, theta: float) -> jax.Array:
+    """RoPE: the two halves of a head are the pairs' coordinates; angle position x theta^(-2i/H)."""
+    half = x_BSNH.shape[-1] // 2
+    wide = jnp.promote_types(x_BSNH.dtype, jnp.float32)
+    frequency = theta ** (-jnp.arange(half, dtype=wide) / half)
+    angle_SH = jnp.arange(x_BSNH.shape[1], dtype=wide)[:, None] * frequency
+    cos, sin = (f(angle_SH)[:, None, :].astype(x_BSNH.dtype) for f in (jnp.cos, jnp.sin))
+    left, right = x_BSNH[..., :half], x_BSNH[..., half:]
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+
+
+def _attend(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+    """Causal grouped-query attention; softmax in at least float32 (float64 stays float64)."""
+    rows, length, num_heads, head_dim = q_BSNH.shape
+    q_BSKGH = q_BSNH.reshape(rows, length, k_BSKH.shape[2], -1, head_dim)
+    wide = jnp.promote_types(q_BSNH.dtype, jnp.float32)
+    score_BKGST = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k_BSKH, preferred_element_type=wide) * head_dim**-0.5
+    causal_ST = jnp.tril(jnp.ones((length, length), bool))
+    weight_BKGST = jax.nn.softmax(jnp.where(causal_ST, score_BKGST, -jnp.inf), axis=-1).astype(v_BSKH.dtype)
+    return jnp.einsum("bkgst,btkh->bskgh", weight_BKGST, v_BSKH).reshape(rows, length, num_heads, head_dim)
+
+
+class FeedForward(nnx.Module):
+    def __init__(self, config: TransformerConfig, key: jax.Array, units: UnitIds, dtype: jnp.dtype) -> None:
+        keys, shape = jax.random.split(key, 3), (config.ffn_unit, config.d_model)
+        residual_std = config.init_std / (2 * config.num_layers) ** 0.5
+        self.gate = nnx.Param(_draw(keys[0], units["ffn"], shape, config.init_std, dtype))
+        self.up = nnx.Param(_draw(keys[1], units["ffn"], shape, config.init_std, dtype))
+        self.down = nnx.Param(_draw(keys[2], units["ffn"], shape, residual_std, dtype))
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        gate_BSF = jnp.einsum("bsd,fd->bsf", x_BSD, self.gate[...])
+        up_BSF = jnp.einsum("bsd,fd->bsf", x_BSD, self.up[...])
+        return jnp.einsum("bsf,fd->bsd", jax.nn.silu(gate_BSF) * up_BSF, self.down[...])
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: TransformerConfig, key: jax.Array, units: UnitIds, dtype: jnp.dtype) -> None:
+        attention_key, ffn_key = jax.random.split(key)
+        self.attention_norm = RMSNorm(config, dtype)
+        self.attention = Attention(config, attention_key, units, dtype)
+        self.ffn_norm = RMSNorm(config, dtype)
+        self.ffn = FeedForward(config, ffn_key, units, dtype)
+
+    def __call__(self, x_BSD: jax.Array, tp: TensorParallel) -> jax.Array:
+        x_BSD = x_BSD + tp.exit(self.attention(tp.enter(self.attention_norm(x_BSD))))
+        return x_BSD + tp.exit(self.ffn(tp.enter(self.ffn_norm(x_BSD))))
+
+
+class Ends(nnx.Module):
+    """The two ends of the model: embedding and loss. They share the embedding when it is tied."""
+
+    def __init__(self, config: TransformerConfig, key: jax.Array, units: UnitIds, dtype: jnp.dtype) -> None:
+        embedding_key, head_key = jax.random.split(key)
+        shape = (1, config.d_model)
+        self.embedding = nnx.Param(_draw(embedding_key, units["vocab"], shape, config.init_std, dtype))
+        self.final_norm = RMSNorm(config, dtype)
+        if not config.tie_embeddings:
+            self.head = nnx.Param(_draw(head_key, units["vocab"], shape, config.init_std, dtype))
+        self.config = config
+
+    def embed(self, tokens_BS: jax.Array, tp: TensorParallel) -> jax.Array:
+        """Embeddings [B, S, D]; each rank contributes the rows that it holds."""
+        unit_ids, slots = tp.unit_ids("vocab"), self.embedding.shape[0]
+        # Padding has id -1, which "drop" would take for the last token: send it out of range instead.
+        targets = jnp.where(unit_ids >= 0, unit_ids, self.config.vocab_size)
+        slot_of = jnp.full(self.config.vocab_size, slots, jnp.int32).at[targets].set(jnp.arange(slots, dtype=jnp.int32), mode="drop")
+        return tp.exit(self.embedding[...].at[slot_of[tokens_BS]].get(mode="fill", fill_value=0))
+
+    def loss(self, x_BSD: jax.Array, targets_BS: jax.Array, tp: TensorParallel) -> jax.Array:
+        """Cross-entropy [B, S] in nats. Each rank has the logits of its own rows only; padding rows have no mass."""
+        head_VD = self.embedding[...] if self.config.tie_embeddings else self.head[...]
+        wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
+        unit_ids_V = tp.unit_ids("vocab")
+        hidden_BSD = tp.enter(self.final_norm(x_BSD))
+        logit_BSV = jnp.einsum("bsd,vd->bsv", hidden_BSD, head_VD, preferred_element_type=wide)
+        logit_BSV = jnp.where(unit_ids_V >= 0, logit_BSV, -jnp.inf)
+        # A rank without vocabulary rows has an empty maximum: `initial` keeps it neutral.
+        largest_BS = tp.max(jnp.max(jax.lax.stop_gradient(logit_BSV), axis=-1, initial=-jnp.inf))
+        total_BS = tp.exit(jnp.sum(jnp.exp(logit_BSV - largest_BS[..., None]), axis=-1))
+        chosen_BSV = unit_ids_V == targets_BS[..., None]
+        target_BS = tp.exit(jnp.sum(jnp.where(chosen_BSV, logit_BSV, 0), axis=-1))
+        return jnp.log(total_BS) + largest_BS - target_BS
+
+
+class Transformer(nnx.Module):
+    """The whole model, or one rank's shard of it: `ends` and a stack of `layers` ([num_layers, ...] in every parameter).
+
+    Args:
+      config: the logical sizes.
+      key: the random key; the same key gives the same values whatever `units` says.
+      units: the units to hold, for each family; all of them by default.
+      dtype: of the parameters and of the computation.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, key: jax.Array, units: UnitIds | None = None, dtype: jnp.dtype = jnp.float32
+    ) -> None:
+        units = units or {family: jnp.arange(num, dtype=jnp.int32) for family, num in config.num_units.items()}
+        ends_key, layers_key = jax.random.split(key)
+        self.ends = Ends(config, ends_key, units, dtype)
+        self.layers = nnx.vmap(lambda layer_key: Layer(config, layer_key, units, dtype))(
+            jax.random.split(layers_key, config.num_layers)
+        )
+
+
+@dataclass(frozen=True)
+class TransformerFunctions:
+    """The transformer as pure functions of its parameters, the form that a training step takes.
+
+    `params` is a dict with `ends` and `layers`; every leaf of `layers` is stacked over layers.
+    """
+
+    config: TransformerConfig
+    dtype: jnp.dtype = jnp.float32
+
+    def init(self, key: jax.Array, units: UnitIds | None = None) -> dict:
+        return nnx.to_pure_dict(nnx.split(Transformer(self.config, key, units, self.dtype))[1])
+
+    def embed(self, ends: dict, batch: Batch, tp: TensorParallel) -> jax.Array:
+        return nnx.merge(self._graphs["ends"], ends).embed(batch["tokens"][:, :-1], tp)
+
+    def layer(self, layer: dict, x_BSD: jax.Array, tp: TensorParallel) -> jax.Array:
+        return nnx.merge(self._graphs["layers"], layer)(x_BSD, tp)
+
+    def loss(self, ends: dict, x_BSD: jax.Array, batch: Batch, tp: TensorParallel) -> tuple[jax.Array, jax.Array]:
+        """Sum of the weighted losses, and the sum of the weights."""
+        loss_BS = nnx.merge(self._graphs["ends"], ends).loss(x_BSD, batch["tokens"][:, 1:], tp)
+        return jnp.sum(loss_BS * batch["weights"]), jnp.sum(batch["weights"])
+
+    @functools.cached_property
+    def _graphs(self) -> dict[str, nnx.GraphDef]:
+        model = nnx.eval_shape(lambda: Transformer(self.config, jax.random.key(0), dtype=self.dtype))
+        return {"ends": nnx.split(model.ends)[0], "layers": nnx.split(model.layers)[0]}
+
+    @property
+    def partitions(self) -> dict[str, tuple[str, int, int]]:
+        """How each sharded parameter is cut: path to (unit family, dimension that carries the units, its unit's size).
+
+        What is not listed is replicated.
+        """
+        config = self.config
+        group = config.num_heads // config.num_kv_heads
+        sizes = {
+            "attention.q": ("kv", group),
+            "attention.k": ("kv", 1),
+            "attention.v": ("kv", 1),
+            "attention.out": ("kv", group),
+            "ffn.gate": ("ffn", config.ffn_unit),
+            "ffn.up": ("ffn", config.ffn_unit),
+            "ffn.down": ("ffn", config.ffn_unit),
+        }
+        found = {f"layers.{name}": (family, 1, unit) for name, (family, unit) in sizes.items()}
+        found["ends.embedding"] = ("vocab", 0, 1)
+        if not config.tie_embeddings:
+            found["ends.head"] = ("vocab", 0, 1)
+        return found

@@ -1,0 +1,102 @@
+"""The flat mesh: one 1-D mesh axis over all live devices of all replicas.
+
+Replicas of unequal TP degree do not fit a rectangular (replica, tp) mesh. On the flat mesh a tensor-parallel group is a set of
+neighbouring positions, and every collective names its groups by `axis_index_groups`, which may be uneven. CPU and GPU take
+uneven groups; the TPU compiler refuses them.
+
+Example: degrees (4, 3) make a mesh of 7 positions, TP groups (0 1 2 3)(4 5 6) and, with sync degree 3, sum groups
+(0 4)(1 5)(2 6)(3).
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ntpjax.topology import Topology
+
+AXIS = "flat"
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class FlatMesh:
+    """The mesh of one generation. Positions count the devices in canonical order: replica by replica, rank by rank.
+
+    Attributes:
+      mesh: a JAX mesh with the one axis `AXIS`.
+      topology: what the mesh was made from.
+    """
+
+    mesh: Mesh
+    topology: Topology
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.topology.devices)
+
+    @property
+    def sync_degree(self) -> int:
+        return self.topology.sync_degree
+
+    @functools.cached_property
+    def degrees(self) -> tuple[int, ...]:
+        """TP degree of each active replica, in canonical order: never rising."""
+        return tuple(len(self.topology.replicas[r]) for r in self.topology.order)
+
+    @functools.cached_property
+    def tp_groups(self) -> Groups:
+        """The positions of each replica."""
+        ends = np.cumsum(self.degrees)
+        return tuple(tuple(range(end - degree, end)) for end, degree in zip(ends.tolist(), self.degrees, strict=True))
+
+    @functools.cached_property
+    def sum_groups(self) -> Groups:
+        """Core rank `i` of every replica together, each extra rank alone: who sums gradients with whom."""
+        core = tuple(tuple(group[i] for group in self.tp_groups) for i in range(self.sync_degree))
+        extra = tuple((position,) for group in self.tp_groups for position in group[self.sync_degree :])
+        return core + extra
+
+    @functools.cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The TP rank of each position."""
+        return tuple(rank for degree in self.degrees for rank in range(degree))
+
+    @functools.cached_property
+    def replica_of(self) -> tuple[int, ...]:
+        """The id of each position's replica."""
+        order = zip(self.topology.order, self.degrees, strict=True)
+        return tuple(replica for replica, degree in order for _ in range(degree))
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The sharding of every array on the flat mesh: [num_devices, ...] over its first dimension."""
+        return NamedSharding(self.mesh, PartitionSpec(AXIS))
+
+    def assemble(self, shards: Sequence[jax.Array]) -> jax.Array:
+        """The array [num_devices, ...] whose part at position `p` is `shards[p]`, [1, ...], already on its device."""
+        shape = (self.num_devices, *shards[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.sharding, list(shards))
+
+    def place(self, values: Sequence[np.ndarray]) -> jax.Array:
+        """The array [num_devices, ...] whose part at position `p` is `values[p]`, sent to its device."""
+        shards = [jax.device_put(value[None], device) for value, device in zip(values, self.mesh.devices, strict=True)]
+        return self.assemble(shards)
+
+
+def flat_mesh(topology: Topology, devices: Sequence[jax.Device]) -> FlatMesh:
+    """The flat mesh of `topology`, whose device number `k` is `devices[k]`.
+
+    Raises:
+      ValueError: on TPU with replicas of unequal degree, which its compiler refuses.
+    """
+    if devices[0].platform == "tpu" and len({degree for degree in topology.degrees if degree}) > 1:
+        raise ValueError(
+            f"TP degrees {topology.degrees} are uneven, and the TPU compiler refuses collectives over uneven groups; "
+            "use GPUs or CPUs, or give every replica the same degree."
+        )
+    return FlatMesh(Mesh(np.array([devices[number] for number in topology.devices]), (AXIS,)), topology)

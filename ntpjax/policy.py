@@ -1,0 +1,66 @@
+"""What to do with a reduced replica: how many samples it gets, and how much faster it would have to be.
+
+Source: arXiv 2504.06095, section 4 (fewer samples, or more power). `keep_global` is ours: the paper's `shrink` changes
+the global batch, and with it the optimisation.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from ntpjax.layout import even_blocks
+
+BatchPolicy = Literal["keep_global", "shrink", "equal"]
+
+
+def split_batch(policy: BatchPolicy, size: int, degrees: Sequence[int], nominal_tp: int) -> tuple[int, ...]:
+    """Samples that each replica takes of a global batch of `size`; a replica of degree 0 takes none.
+
+    * `keep_global`: `size` in all, each sample to the replica that would finish it first, at a speed in proportion to the
+      TP degree.
+    * `shrink`: each replica keeps its nominal share, cut in proportion to its degree, rounded down; fewer than `size`.
+    * `equal`: `size` in all, evenly; for when power makes up for the lost devices.
+
+    >>> split_batch("keep_global", 16, (4, 3), 4)
+    (9, 7)
+    >>> split_batch("shrink", 16, (4, 3), 4)
+    (8, 6)
+    >>> split_batch("equal", 15, (4, 3), 4)
+    (8, 7)
+
+    Raises:
+      ValueError: if no replica is active, or if `shrink` leaves no sample at all.
+    """
+    active = [r for r, degree in enumerate(degrees) if degree]
+    if not active:
+        raise ValueError(f"`degrees` (={tuple(degrees)}) must have at least one active replica.")
+    rows = [0] * len(degrees)
+    if policy == "keep_global":
+        for _ in range(size):
+            # Exact: cross-multiplied, no floating point. The earlier replica wins a tie.
+            first = active[0]
+            for r in active[1:]:
+                if (rows[r] + 1) * degrees[first] < (rows[first] + 1) * degrees[r]:
+                    first = r
+            rows[first] += 1
+    elif policy == "equal":
+        for r, share in zip(active, even_blocks(size, len(active)), strict=True):
+            rows[r] = len(share)
+    else:
+        for r, share in enumerate(even_blocks(size, len(degrees))):
+            rows[r] = len(share) * degrees[r] // nominal_tp
+    if sum(rows) == 0:
+        raise ValueError(f"`batch.size` (={size}) leaves no sample for degrees {tuple(degrees)} under policy '{policy}'.")
+    return tuple(rows)
+
+
+def needed_speedup(shares: Mapping[str, float], now: Mapping[str, int], healthy: Mapping[str, int]) -> float:
+    """How many times faster a reduced replica's devices must be to keep up: sum of share x (fullest rank now / healthy).
+
+    Args:
+      shares: share of the step's time that each unit family takes in a healthy replica; they sum to 1.
+      now, healthy: units on the fullest rank, for each family.
+
+    >>> round(needed_speedup({"kv": 0.25, "ffn": 0.75}, {"kv": 2, "ffn": 32}, {"kv": 1, "ffn": 28}), 3)
+    1.357
+    """
+    return sum(share * now[family] / healthy[family] for family, share in shares.items())

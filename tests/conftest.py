@@ -1,0 +1,22 @@
+"""What every test shares: eight CPU devices, the Hypothesis profile, and the `x64` fixture."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import jax
+import pytest
+
+# Both must be set before JAX starts its backend, which the first call for devices or arrays does.
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+# The same examples in every run; compiling makes the first one slow, hence no deadline for each.
+hypothesis.settings.register_profile("ntpjax", deadline=None, derandomize=True, max_examples=100)
+hypothesis.settings.load_profile("ntpjax")
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """Lets the test that asks for it use 64-bit arrays; all others keep JAX's 32-bit default."""
+    with jax.enable_x64(True):
+        yield
