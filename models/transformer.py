@@ -50,7 +50,7 @@ class TensorParallel(Protocol):
 class TransformerConfig(BaseModel):
     """Sizes of the model. Any number of heads, FFN units and vocabulary rows goes with any TP degree."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     vocab_size: int = Field(ge=1, description="rows of the embedding and of the head")
     d_model: int = Field(ge=1, description="width of the residual stream")

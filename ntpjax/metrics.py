@@ -5,7 +5,9 @@ Layer 1, standard library only. A line is written and flushed for every record:
     {"kind": "step_done", "step": 12, "loss": 3.21, ..., "time": 1767225600.0}
 
 `kind` is the record's class name in snake case, `time` is in Unix seconds, the rest are the record's fields. JSON has
-no NaN or infinity: such a field is null and a second one holds its text, `{"loss": null, "loss_text": "nan"}`.
+no NaN or infinity: such a field is null and a second one holds its text, `{"loss": null, "loss_text": "nan"}`. In place
+of the `sample_ids` of a step stands their CRC-32, `sample_ids_crc32`: the file stays small, and two runs can still be
+compared, since a step has another checksum if it had other samples or another order (but for chance, 1 in 2**32).
 
 A run that goes back to an earlier step does some steps again. Their lines are removed first, so that the file always
 holds each step once. Example: the file holds steps 1 to 34, the checkpoint is of step 30; opening the file with
@@ -17,13 +19,15 @@ import json
 import math
 import os
 import re
+import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from ntpjax.records import Record, TopologyChanged
+from ntpjax.records import Record, StepDone, TopologyChanged
 
 
 @final
@@ -86,7 +90,18 @@ def _open_for_append(path: Path) -> TextIO:
 def _to_line(record: Record, *, time_s: float) -> str:
     kind = re.sub(r"(?<!^)(?=[A-Z])", "_", type(record).__name__).lower()
     values = {field.name: getattr(record, field.name) for field in fields(record)}
+    if isinstance(record, StepDone):
+        del values["sample_ids"]
+        values["sample_ids_crc32"] = _checksum(record.sample_ids)
     return json.dumps({"kind": kind, **_finite(values), "time": time_s}, allow_nan=False) + "\n"
+
+
+def _checksum(sample_ids: Sequence[int]) -> int:
+    """Returns the CRC-32 of the ids as little-endian int64 bytes.
+
+    It is written in place of the ids: the file stays small and two runs can still be compared, step by step.
+    """
+    return zlib.crc32(struct.pack(f"<{len(sample_ids)}q", *sample_ids))
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True)
 class RunStarted:
-    """A run begins or resumes at `step`; `degrees[r]` is the TP degree of replica `r` (by replica id) of `nominal_tp`."""
+    """A run begins or resumes at `step`; `degrees[r]` is the TP degree of replica `r` (by id) of `nominal_tp`."""
 
     step: int
     num_steps: int
@@ -22,7 +22,10 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepDone:
-    """Step `step` is committed and applied. `loss` is the mean over the `num_tokens` of the global batch, in nats."""
+    """Step `step` is committed and applied. `loss` is the mean over the `num_tokens` of the global batch, in nats.
+
+    `sample_ids` are the ids of the samples of the global batch, in the global order.
+    """
 
     step: int
     loss: float
@@ -33,6 +36,7 @@ class StepDone:
     step_time_s: float
     degrees: tuple[int, ...]
     rows: tuple[int, ...]
+    sample_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 import time
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ntpjax.metrics import MetricsFile, read_metrics
@@ -26,7 +29,7 @@ pytestmark = pytest.mark.timeout(60)
 
 EVERY_KIND: dict[str, Record] = {
     "run_started": RunStarted(0, 10, (4, 4), 4, 1000, None),
-    "step_done": StepDone(1, 2.5, 1.0, 0.1, 64, 8, 0.5, (4, 4), (2, 2)),
+    "step_done": StepDone(1, 2.5, 1.0, 0.1, 64, 8, 0.5, (4, 4), (2, 2), (3, 0, 2, 1)),
     "evaluated": Evaluated(1, 2.0, 64, 0.1),
     "checkpoint_saved": CheckpointSaved(1, "run/1", True, 0.1),
     "topology_changed": TopologyChanged(
@@ -37,8 +40,8 @@ EVERY_KIND: dict[str, Record] = {
 }
 
 
-def _step(step: int, *, loss: float = 2.5) -> StepDone:
-    return StepDone(step, loss, 1.0, 0.1, 64, 8 * step, 0.5, (4, 4), (2, 2))
+def _step(step: int, *, loss: float = 2.5, sample_ids: tuple[int, ...] = (3, 0, 2, 1)) -> StepDone:
+    return StepDone(step, loss, 1.0, 0.1, 64, 8 * step, 0.5, (4, 4), (2, 2), sample_ids)
 
 
 def _change(step: int, *, rolled_back_to: int | None, reshard_s: float = 0.5) -> TopologyChanged:
@@ -58,6 +61,10 @@ def _steps(path: Path) -> list[int]:
     return [line["step"] for line in read_metrics(path) if line["kind"] == "step_done"]
 
 
+def _crc32(sample_ids: Sequence[int]) -> int:
+    return zlib.crc32(np.asarray(sample_ids, dtype="<i8").tobytes())
+
+
 def _strict(line: bytes) -> dict[str, object]:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not valid JSON")
@@ -71,10 +78,23 @@ def test_a_record_comes_back_with_its_kind_its_fields_and_the_time(tmp_path: Pat
     metrics = MetricsFile(tmp_path / "metrics.jsonl", clock=lambda: 1234.5)
     metrics.emit(record)
     expected = {"kind": kind, **vars(record), "time": 1234.5}
+    if isinstance(record, StepDone):
+        expected["sample_ids_crc32"] = _crc32(expected.pop("sample_ids"))
     as_json = json.loads(json.dumps(expected))
     # Read while the file is still open: each line is flushed.
     assert read_metrics(tmp_path / "metrics.jsonl") == [as_json]
     metrics.close()
+
+
+def test_a_step_has_a_checksum_that_tells_samples_and_their_order_apart(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    many = tuple(range(100_000))
+    batches = [(1, 2, 3), (1, 2, 3), (1, 3, 2), (1, 2), (1, 2, 2**40), (), many]
+    _write(path, *(_step(number, sample_ids=ids) for number, ids in enumerate(batches, start=1)))
+    checksums = [line["sample_ids_crc32"] for line in read_metrics(path)]
+    assert checksums == [_crc32(ids) for ids in batches]
+    assert checksums[0] == checksums[1] and len(set(checksums)) == len(batches) - 1
+    assert path.stat().st_size < 4000
 
 
 def test_a_file_that_is_opened_again_goes_on_after_its_last_line(tmp_path: Path):
@@ -189,7 +209,7 @@ from ntpjax.metrics import MetricsFile
 from ntpjax.records import StepDone
 metrics = MetricsFile(sys.argv[1])
 for step in itertools.count(1):
-    metrics.emit(StepDone(step, 2.5, 1.0, 0.1, 64, step, 0.5, (4, 4), (2, 2)))
+    metrics.emit(StepDone(step, 2.5, 1.0, 0.1, 64, step, 0.5, (4, 4), (2, 2), (3, 0, 2, 1)))
 """
 
 

@@ -1,0 +1,189 @@
+"""Chains of layouts: balanced, nested, and moving the fewest units, for every small size and for large samples.
+
+The units that move from `L_n` to `L_m` are exactly those on the ranks `>= m` of `L_n`, and how many of them any two core ranks
+get differs by at most one. That is about totals: what one extra rank sends to one core rank and to another may differ by more.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ntpjax.layout import Layout, even_blocks, nested_layout, replicated_layout
+
+pytestmark = pytest.mark.timeout(60)
+
+# (nominal TP, units): every small case, and unit counts that real models have.
+SMALL = [(nominal_tp, num_units) for nominal_tp in range(1, 25) for num_units in range(1, 61)]
+SAMPLES = [(72, 129), (7, 50257), (8, 65535), (5, 12), (8, 28), (7, 257)]
+larger = st.tuples(st.integers(1, 100), st.integers(1, 3000))
+
+
+def chain(nominal_tp: int, num_units: int) -> list[Layout]:
+    """The layouts of a chain; the one for degree `n` is at index `n - 1`."""
+    return [nested_layout(num_units, nominal_tp, degree) for degree in range(1, nominal_tp + 1)]
+
+
+def chains() -> Iterator[tuple[int, list[Layout]]]:
+    """The number of units and the layouts of every enumerated case."""
+    for nominal_tp, num_units in SMALL + SAMPLES:
+        yield num_units, chain(nominal_tp, num_units)
+
+
+def sizes(layout: Layout) -> list[int]:
+    return [len(units) for units in layout.ranks]
+
+
+def is_balanced(layout: Layout) -> bool:
+    return max(sizes(layout)) - min(sizes(layout)) <= 1
+
+
+def is_partition(layout: Layout, num_units: int) -> bool:
+    """Whether each unit is on exactly one rank, once."""
+    return sorted(unit for units in layout.ranks for unit in units) == list(range(num_units))
+
+
+def is_nested(smaller: Layout, larger: Layout) -> bool:
+    """Whether each rank of `smaller` starts with all that it holds in `larger`."""
+    kept = zip(smaller.ranks, larger.ranks[: smaller.degree], strict=True)
+    return all(after[: len(before)] == before for after, before in kept)
+
+
+def owners(layout: Layout) -> dict[int, int]:
+    return {unit: rank for rank, units in enumerate(layout.ranks) for unit in units}
+
+
+def moved_units(before: dict[int, int], after: dict[int, int]) -> set[int]:
+    return {unit for unit, owner in before.items() if after[unit] != owner}
+
+
+# -- chains ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_layout_for_a_degree_has_that_many_ranks():
+    for _, layouts in chains():
+        assert [layout.degree for layout in layouts] == list(range(1, len(layouts) + 1))
+
+
+def test_every_layout_is_balanced_to_within_one_unit():
+    for num_units, layouts in chains():
+        assert all(map(is_balanced, layouts)), (len(layouts), num_units)
+
+
+def test_every_unit_is_on_exactly_one_rank():
+    for num_units, layouts in chains():
+        assert all(is_partition(layout, num_units) for layout in layouts), (len(layouts), num_units)
+
+
+def test_each_rank_starts_with_all_that_it_holds_at_the_next_higher_degree():
+    for num_units, layouts in chains():
+        assert all(is_nested(smaller, larger) for smaller, larger in pairwise(layouts)), (len(layouts), num_units)
+
+
+def test_the_healthy_layout_is_contiguous():
+    for num_units, layouts in chains():
+        healthy = layouts[-1]
+        assert [unit for units in healthy.ranks for unit in units] == list(range(num_units))
+
+
+def test_a_group_of_one_holds_everything():
+    for num_units, layouts in chains():
+        assert sizes(layouts[0]) == [num_units]
+
+
+def test_as_many_ranks_are_empty_as_there_are_fewer_units():
+    for num_units, layouts in chains():
+        for layout in layouts:
+            assert sizes(layout).count(0) == max(layout.degree - num_units, 0), (len(layouts), num_units)
+
+
+def test_slots_are_the_units_of_the_fullest_rank_rounded_up():
+    for num_units, layouts in chains():
+        assert [layout.slots for layout in layouts] == [-(-num_units // layout.degree) for layout in layouts]
+
+
+def test_exactly_the_units_of_extra_ranks_move_and_core_ranks_get_equally_many():
+    for nominal_tp, num_units in SMALL + SAMPLES:
+        layouts = chain(nominal_tp, num_units)
+        owner_at = [owners(layout) for layout in layouts]
+        for n in range(2, nominal_tp + 1):
+            for m in range(1, n):
+                moved = moved_units(owner_at[n - 1], owner_at[m - 1])
+                assert moved == {unit for units in layouts[n - 1].ranks[m:] for unit in units}
+                received = Counter(owner_at[m - 1][unit] for unit in moved)
+                counts = [received[rank] for rank in range(m)]
+                assert max(counts) - min(counts) <= 1, (nominal_tp, num_units, n, m)
+
+
+def test_what_one_extra_rank_sends_to_two_core_ranks_may_differ_by_more_than_one():
+    sent, owner = nested_layout(19, 4, 4).ranks[3], owners(nested_layout(19, 4, 2))
+    assert sorted(Counter(owner[unit] for unit in sent).values()) == [1, 3]
+
+
+@given(larger)
+def test_larger_chains_are_balanced_nested_and_complete(case: tuple[int, int]):
+    nominal_tp, num_units = case
+    layouts = chain(nominal_tp, num_units)
+    assert all(map(is_balanced, layouts))
+    assert all(is_partition(layout, num_units) for layout in layouts)
+    assert all(is_nested(after, before) for after, before in pairwise(layouts))
+
+
+@given(larger, st.data())
+def test_larger_groups_move_only_the_units_of_extra_ranks_and_evenly(case: tuple[int, int], data: st.DataObject):
+    nominal_tp, num_units = case
+    n = data.draw(st.integers(1, nominal_tp))
+    m = data.draw(st.integers(1, n))
+    before, after = nested_layout(num_units, nominal_tp, n), nested_layout(num_units, nominal_tp, m)
+    moved = moved_units(owners(before), owners(after))
+    assert moved == {unit for units in before.ranks[m:] for unit in units}
+    counts = [len(units) - len(kept) for units, kept in zip(after.ranks, before.ranks[:m], strict=True)]
+    assert sum(counts) == len(moved)
+    assert max(counts) - min(counts) <= 1
+
+
+# -- other layouts --------------------------------------------------------------------------------------------------
+
+
+def test_holders_are_listed_lowest_rank_first():
+    assert Layout(((2, 0), (), (2, 1), (2,))).holders() == {2: (0, 2, 3), 0: (0,), 1: (2,)}
+
+
+@pytest.mark.parametrize("degree", [1, 2, 7])
+def test_a_replicated_value_is_one_unit_that_every_rank_holds(degree: int):
+    layout = replicated_layout(degree)
+    assert layout.holders() == {0: tuple(range(degree))}
+    assert (layout.degree, layout.slots) == (degree, 1)
+
+
+# -- even blocks ----------------------------------------------------------------------------------------------------
+
+
+def test_even_blocks_cover_all_items_in_order_and_longer_ones_come_first():
+    for num_items in range(61):
+        for num_blocks in range(1, 25):
+            blocks = even_blocks(num_items, num_blocks)
+            lengths = [len(block) for block in blocks]
+            assert [item for block in blocks for item in block] == list(range(num_items))
+            assert len(blocks) == num_blocks
+            assert lengths == sorted(lengths, reverse=True)
+            assert lengths[0] - lengths[-1] <= 1
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_units", [0, -3])
+def test_a_family_without_units_is_refused(num_units: int):
+    with pytest.raises(ValueError, match=rf"^`num_units` \(={num_units}\) must be at least 1\.$"):
+        nested_layout(num_units, 4, 4)
+
+
+@pytest.mark.parametrize(("nominal_tp", "degree"), [(4, 0), (4, 5), (4, -1), (0, 1)])
+def test_a_degree_outside_the_chain_is_refused(nominal_tp: int, degree: int):
+    rule = rf"^`degree` \(={degree}\) must be between 1 and `nominal_tp` \(={nominal_tp}\)\.$"
+    with pytest.raises(ValueError, match=rule):
+        nested_layout(8, nominal_tp, degree)

