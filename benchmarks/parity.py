@@ -1,7 +1,9 @@
 """Nonuniform training against one device, in float64: `python benchmarks/parity.py`.
 
-For each case: the loss, every gradient, and parameters and moments after 3 AdamW steps, on every replica, are compared with plain
-JAX on one device. The error of an array is max|a - b| / max|b|; what is printed is the worst over arrays, replicas and steps.
+For each case: the loss, every gradient, and parameters and moments after 3 AdamW steps, on every replica, are compared
+  with plain
+JAX on one device. The error of an array is max|a - b| / max|b|; what is printed is the worst over arrays, replicas and
+steps.
 """
 
 import sys
@@ -33,7 +35,7 @@ SEQ_LEN = 6
 
 @dataclass(frozen=True)
 class Case:
-    """TP degrees, sizes, and rows of each replica (two each if not given). `nominal_tp` is that of a healthy replica."""
+    """TP degrees, sizes, and rows of each replica (two each if not given). A healthy one has `nominal_tp` devices."""
 
     degrees: tuple[int, ...]
     num_heads: int = 8

@@ -16,7 +16,9 @@ PyTree = Any
 
 
 class StepResult(NamedTuple):
-    """`loss` is the sum over the batch, `grads` are its gradients; parameters and optimizer state are those after the step."""
+    """`loss` is the sum over the batch, `grads` are its gradients; parameters and optimizer state are those after the
+    step.
+    """
 
     loss: jax.Array
     grads: PyTree

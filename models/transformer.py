@@ -1,13 +1,13 @@
 """A decoder-only transformer in Flax NNX: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-It knows nothing of ntpjax. What it needs of tensor parallelism it takes as an argument, `tp` (see `TensorParallel`), and it
-reads its local widths from its parameters' shapes, so the same module runs on one device (`tp=OneDevice(...)`) and as one
-shard of an uneven group, whatever the number of heads, FFN columns or vocabulary rows that the shard has.
+It knows nothing of ntpjax. What it needs of tensor parallelism it takes as an argument, `tp` (see `TensorParallel`),
+and it reads its local widths from its parameters' shapes, so the same module runs on one device (`tp=OneDevice(...)`)
+and as one shard of an uneven group, whatever the number of heads, FFN columns or vocabulary rows that the shard has.
 
-Every sharded parameter has its units first (after the layer, in a stack) and `d_model` last: a unit of family `kv` is one KV
-head with its query heads, one of `ffn` a block of FFN columns (its gate, up and down), one of `vocab` a row of the
-vocabulary. Initial values are drawn unit by unit, from a key that names the parameter and the unit: they do not depend on how
-the units are spread, and no rank ever draws more than it holds.
+Every sharded parameter has its units first (after the layer, in a stack) and `d_model` last: a unit of family `kv` is
+one KV head with its query heads, one of `ffn` a block of FFN columns (its gate, up and down), one of `vocab` a row of
+the vocabulary. Initial values are drawn unit by unit, from a key that names the parameter and the unit: they do not
+depend on how the units are spread, and no rank ever draws more than it holds.
 
 Shape suffixes: B rows of the batch, S positions, D d_model, K local KV heads, G query heads for each KV head, H head
 dimension, N local query heads (K x G), F local FFN columns, V local vocabulary rows, U local units.
@@ -63,7 +63,9 @@ class TransformerConfig(BaseModel):
     tie_embeddings: bool = Field(default=True, description="the head is the embedding")
     rope_theta: float = Field(default=10_000.0, gt=0, allow_inf_nan=False)
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
-    init_std: float = Field(default=0.02, gt=0, allow_inf_nan=False, description="residual outputs: over sqrt(2 layers)")
+    init_std: float = Field(
+        default=0.02, gt=0, allow_inf_nan=False, description="residual outputs: over sqrt(2 layers)"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "TransformerConfig":
@@ -212,7 +214,11 @@ class Ends(nnx.Module):
         unit_ids, slots = tp.unit_ids("vocab"), self.embedding.shape[0]
         # Padding has id -1, which "drop" would take for the last token: send it out of range instead.
         targets = jnp.where(unit_ids >= 0, unit_ids, self.config.vocab_size)
-        slot_of = jnp.full(self.config.vocab_size, slots, jnp.int32).at[targets].set(jnp.arange(slots, dtype=jnp.int32), mode="drop")
+        slot_of = (
+            jnp.full(self.config.vocab_size, slots, jnp.int32)
+            .at[targets]
+            .set(jnp.arange(slots, dtype=jnp.int32), mode="drop")
+        )
         return tp.exit(self.embedding[...].at[slot_of[tokens_BS]].get(mode="fill", fill_value=0))
 
     def loss(self, x_BSD: jax.Array, targets_BS: jax.Array, tp: TensorParallel) -> jax.Array:
@@ -232,7 +238,8 @@ class Ends(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """The whole model, or one rank's shard of it: `ends` and a stack of `layers` ([num_layers, ...] in every parameter).
+    """The whole model, or one rank's shard of it: `ends` and a stack of `layers` ([num_layers, ...] in every
+    parameter).
 
     Args:
       config: the logical sizes.

@@ -41,8 +41,8 @@ class ReportNeededSpeedup:
             if degree < topology.nominal_tp:
                 speedup = self._needed(degree, topology.nominal_tp)
                 text = (
-                    f"replica {replica} (TP {degree} of {topology.nominal_tp}) would need devices {speedup:.3f} times as fast to "
-                    f"keep up with its full share of the batch (its last step took {step_times_s[replica]:.3f} s)"
+                    f"replica {replica} (TP {degree} of {topology.nominal_tp}) would need devices {speedup:.3f} times "
+                    f"as fast to keep up with a full share of the batch (last step {step_times_s[replica]:.3f} s)"
                 )
                 self._emit(Note(step, text, "info"))
 

@@ -1,8 +1,8 @@
 """Layout-free checkpoints with Orbax: every array has its logical shape, and plain Orbax reads them.
 
-A checkpoint of step `k` is the folder `k/` with two items: `state`, a dict of `params` and `opt_state`, each a dict of dotted
-names to arrays, and `meta`, a JSON object (step, samples seen, random key, config). Nothing in it tells on how many devices it
-was made.
+A checkpoint of step `k` is the folder `k/` with two items: `state`, a dict of `params` and `opt_state`, each a dict of
+dotted names to arrays, and `meta`, a JSON object (step, samples seen, random key, config). Nothing in it tells on how
+many devices it was made.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class CheckpointError(RuntimeError):
 
 @final
 class Checkpoints:
-    """The checkpoints in one folder. Writing is asynchronous: one save runs at a time, and the next one waits for it."""
+    """The checkpoints in one folder. Writing is asynchronous: one save at a time, and the next one waits for it."""
 
     def __init__(self, directory: Path, *, keep_last: int) -> None:
         # Orbax needs an absolute path, and the working directory may change later.
@@ -57,7 +57,9 @@ class Checkpoints:
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(named), meta=ocp.args.JsonSave(dict(meta)))
         # Orbax skips a step that is not above the newest one without a word.
         if not self._manager.save(step, args=items, force=True):
-            raise CheckpointError(f"Orbax refused to save step {step} in {self._directory}; newest there: {self.latest_step()}.")
+            raise CheckpointError(
+                f"Orbax refused to save step {step} in {self._directory}; newest there: {self.latest_step()}."
+            )
         self._saving = step
 
     def saved(self) -> int | None:
@@ -78,7 +80,9 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"the checkpoint of step {step} in {self._directory} was not written: {error}") from error
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self._directory} was not written: {error}"
+            ) from error
         return step
 
     def meta(self, step: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Collectives on the flat mesh: the tensor-parallel handle of a model, and the masked sum that reshards units.
 
-All of them run inside `shard_map` over the flat mesh, with `check_vma=False` (uneven groups need it). Without that check the
-transpose of `psum` is `psum`, so the pair `enter`/`exit` has gradients written by hand.
+All of them run inside `shard_map` over the flat mesh, with `check_vma=False` (uneven groups need it). Without that
+check the transpose of `psum` is `psum`, so the pair `enter`/`exit` has gradients written by hand.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from ntpjax.mesh import AXIS, Groups
-from ntpjax.packing import Partition, gather_units
+from ntpjax.packing import gather_units
 from ntpjax.plan import Exchange
 
 PyTree = Any
@@ -51,7 +51,8 @@ class TensorParallel:
     """What a model's functions get as `tp`: their place in the tensor-parallel group, and its collectives.
 
     A block computes between `enter` and `exit`: what enters is whole on every rank, what exits is summed to be whole
-    again. A replicated parameter that is used between the two has a partial gradient on each rank: pass it through `enter` too.
+    again. A replicated parameter that is used between the two has a partial gradient on each rank: pass it through
+    `enter` too.
 
     Attributes:
       rank: this device's rank, an int32 scalar (traced: one program serves all ranks).
@@ -91,8 +92,8 @@ class ExchangeTables:
       take: [ranks, new slots] int32, indices into the own buffer followed by the shared one.
     """
 
-    give: np.ndarray
-    take: np.ndarray
+    give: np.ndarray | jax.Array
+    take: np.ndarray | jax.Array
 
 
 def exchange_tables(table: Exchange, own_slots: int, new_slots: int) -> ExchangeTables:
@@ -125,7 +126,9 @@ def exchange_units(
     def rows(i: int, which: str) -> jax.Array:
         return jnp.asarray(getattr(tables[parts[i].family], which))[rank]
 
-    shared = dict(zip(moving, total([gather_units(units[i], rows(i, "give"), parts[i].dim) for i in moving]), strict=True))
+    shared = dict(
+        zip(moving, total([gather_units(units[i], rows(i, "give"), parts[i].dim) for i in moving]), strict=True)
+    )
     for i in moving:
         both = jnp.concatenate([units[i], shared[i]], axis=parts[i].dim)
         leaves[i] = parts[i].join(gather_units(both, rows(i, "take"), parts[i].dim))

@@ -1,12 +1,12 @@
 """Which unit lives on which rank: nested balanced layouts.
 
-A *unit* is what may not be split: a KV-head group, a block of FFN columns, a row of the vocabulary. A *layout* says, for
-each rank of a tensor-parallel group, which units it holds, in the order in which they lie in its buffer.
+A *unit* is what may not be split: a KV-head group, a block of FFN columns, a row of the vocabulary. A *layout* says,
+for each rank of a tensor-parallel group, which units it holds, in the order in which they lie in its buffer.
 
 The layouts of one unit family form a chain `L_N, L_{N-1}, ..., L_1`. `L_N` cuts the units into contiguous blocks whose
-sizes differ by at most one. `L_{n-1}` comes from `L_n` by dealing the last rank's units, one at a time, each to the rank
-that holds fewest. Every layout of the chain is balanced to within one unit, and rank `i` of `L_{n-1}` starts with exactly
-the units of rank `i` of `L_n`: going from degree `n` to `m` moves only what the ranks `>= m` hold.
+sizes differ by at most one. `L_{n-1}` comes from `L_n` by dealing the last rank's units, one at a time, each to the
+rank that holds fewest. Every layout of the chain is balanced to within one unit, and rank `i` of `L_{n-1}` starts with
+exactly the units of rank `i` of `L_n`: going from degree `n` to `m` moves only what the ranks `>= m` hold.
 
 Source: the idea of separate compute and sync layouts is from Arfeen et al., "Nonuniform-Tensor-Parallelism", arXiv
 2504.06095, section 3. The chain, which serves any mix of degrees and any number of units, is ours.
@@ -14,6 +14,7 @@ Source: the idea of separate compute and sync layouts is from Arfeen et al., "No
 
 import functools
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -106,4 +107,4 @@ def even_blocks(num_items: int, num_blocks: int) -> tuple[range, ...]:
     """
     size, longer = divmod(num_items, num_blocks)
     starts = [block * size + min(block, longer) for block in range(num_blocks + 1)]
-    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+    return tuple(itertools.starmap(range, itertools.pairwise(starts)))

@@ -1,8 +1,8 @@
 """The flat mesh: one 1-D mesh axis over all live devices of all replicas.
 
-Replicas of unequal TP degree do not fit a rectangular (replica, tp) mesh. On the flat mesh a tensor-parallel group is a set of
-neighbouring positions, and every collective names its groups by `axis_index_groups`, which may be uneven. CPU and GPU take
-uneven groups; the TPU compiler refuses them.
+Replicas of unequal TP degree do not fit a rectangular (replica, tp) mesh. On the flat mesh a tensor-parallel group is a
+set of neighbouring positions, and every collective names its groups by `axis_index_groups`, which may be uneven. CPU
+and GPU take uneven groups; the TPU compiler refuses them.
 
 Example: degrees (4, 3) make a mesh of 7 positions, TP groups (0 1 2 3)(4 5 6) and, with sync degree 3, sum groups
 (0 4)(1 5)(2 6)(3).
@@ -11,6 +11,7 @@ Example: degrees (4, 3) make a mesh of 7 positions, TP groups (0 1 2 3)(4 5 6) a
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from ntpjax.topology import Topology
 AXIS = "flat"
 
 Groups = tuple[tuple[int, ...], ...]
+Device = Any  # a jax.Device, which type checkers do not accept as a type
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class FlatMesh:
         return self.assemble(shards)
 
 
-def flat_mesh(topology: Topology, devices: Sequence[jax.Device]) -> FlatMesh:
+def flat_mesh(topology: Topology, devices: Sequence[Device]) -> FlatMesh:
     """The flat mesh of `topology`, whose device number `k` is `devices[k]`.
 
     Raises:

@@ -1,8 +1,8 @@
 """The optimizer, and the proof that it may run on shards: it has to be elementwise.
 
 Each rank updates its own units, padding included. That equals one optimizer over the whole model only if no element's
-update depends on another element. Global-norm clipping, which does mix elements, is done by the step itself, from a norm that
-counts each unit once.
+update depends on another element. Global-norm clipping, which does mix elements, is done by the step itself, from a
+norm that counts each unit once.
 """
 
 from typing import Any
@@ -59,8 +59,8 @@ def require_elementwise(optimizer: optax.GradientTransformation, params: PyTree)
       params: arrays or shapes of the model.
 
     Raises:
-      ValueError: if an element's update depends on other elements, if an element that is zero with zero gradients does not
-        stay zero, or if a moment has another shape than its parameter.
+      ValueError: if an element's update depends on other elements, if an element that is zero with zero gradients does
+        not stay zero, or if a moment has another shape than its parameter.
     """
     _require_moments_like_params(optimizer, params)
     small = [tuple(min(dim, 4) for dim in leaf.shape) for leaf in jax.tree.leaves(params)]
@@ -71,17 +71,23 @@ def require_elementwise(optimizer: optax.GradientTransformation, params: PyTree)
     quiet = [draw.ravel().at[0].set(0).reshape(draw.shape) for draw in draws]
     loud = [draw.ravel().at[0].set(1e3).reshape(draw.shape) for draw in draws]
     with_padding, with_outlier = (
-        _updates(optimizer, jax.tree.unflatten(structure, trial[: len(small)]), jax.tree.unflatten(structure, trial[len(small) :]))
+        _updates(
+            optimizer,
+            jax.tree.unflatten(structure, trial[: len(small)]),
+            jax.tree.unflatten(structure, trial[len(small) :]),
+        )
         for trial in (quiet, loud)
     )
     for a, b in zip(with_padding, with_outlier, strict=True):
         if a.ravel()[0] != 0:
-            raise ValueError("the optimizer moves parameters that are zero and have no gradient, so padding would not stay zero.")
+            raise ValueError(
+                "the optimizer moves parameters that are zero and have no gradient, so padding would not stay zero."
+            )
         if (a.ravel()[1:] != b.ravel()[1:]).any():
             raise ValueError(
-                "the optimizer is not elementwise: a parameter's update depends on other elements (as in LAMB, Muon, Adafactor or "
-                "clip_by_global_norm), which shards cannot compute alone; use an elementwise one such as adamw, lion or sgd, and "
-                "the step's own `clip_norm`."
+                "the optimizer is not elementwise: a parameter's update depends on other elements (as in LAMB, Muon, "
+                "Adafactor or clip_by_global_norm), which shards cannot compute alone; use an elementwise one such as "
+                "adamw, lion or sgd, and the step's own `clip_norm`."
             )
 
 
@@ -100,6 +106,6 @@ def _require_moments_like_params(optimizer: optax.GradientTransformation, params
     for leaf in jax.tree.leaves(jax.eval_shape(optimizer.init, shapes)):
         if leaf.shape not in known:
             raise ValueError(
-                f"the optimizer keeps an array of shape {leaf.shape}, which no parameter has (a factored moment?); its state "
-                "cannot be cut into units; use an elementwise optimizer such as adamw, lion or sgd."
+                f"the optimizer keeps an array of shape {leaf.shape}, which no parameter has (a factored moment?); its "
+                "state cannot be cut into units; use an elementwise optimizer such as adamw, lion or sgd."
             )

@@ -1,8 +1,8 @@
 """How parameters are cut into units, and how units lie in the buffers of devices.
 
 A `Partition` says which dimension of a parameter carries the units of which family. On the flat mesh the parameter is
-[num_devices, ...] with that dimension cut to the device's own slots: its units first, in layout order, then zeros, so that
-every device's part has the same shape. Zero padding is a fixed point of training: it never gets a gradient, and an
+[num_devices, ...] with that dimension cut to the device's own slots: its units first, in layout order, then zeros, so
+that every device's part has the same shape. Zero padding is a fixed point of training: it never gets a gradient, and an
 elementwise optimizer leaves it zero.
 """
 
@@ -46,7 +46,7 @@ class Partition:
     def join(self, x: ArrayT) -> ArrayT:
         """The inverse of `split`."""
         if self.family == REPLICATED:
-            return x[0]
+            return x.reshape(x.shape[1:])
         return x.reshape(*x.shape[: self.dim], -1, *x.shape[self.dim + 2 :])
 
 
@@ -93,8 +93,8 @@ def partition_tree(params: PyTree, rules: Mapping[str, tuple[str, int, int]]) ->
       rules: path pattern (such as "layers.*.gate") to (family, dimension, unit size). Unmatched leaves are replicated.
 
     Raises:
-      ValueError: naming the parameter and the rule, for a rule that matches no parameter, two rules that match the same one, or
-        a unit size that does not divide its dimension.
+      ValueError: naming the parameter and the rule, for a rule that matches no parameter, two rules that match the same
+        one, or a unit size that does not divide its dimension.
     """
     unused = set(rules)
 
@@ -109,8 +109,8 @@ def partition_tree(params: PyTree, rules: Mapping[str, tuple[str, int, int]]) ->
         family, dim, unit_size = rules[matching[0]]
         if not 0 <= dim < len(leaf.shape) or leaf.shape[dim] % unit_size:
             raise ValueError(
-                f"rule '{matching[0]}': parameter '{name}' has shape {tuple(leaf.shape)}, but its dimension {dim} must be "
-                f"a whole number of units of `unit_size` (={unit_size}); change the rule or the parameter's size."
+                f"rule '{matching[0]}': parameter '{name}' has shape {tuple(leaf.shape)}, but its dimension {dim} must "
+                f"be a whole number of units of `unit_size` (={unit_size}); change the rule or the parameter's size."
             )
         return Partition(family, dim, unit_size)
 
@@ -189,7 +189,9 @@ def unpack(
         for position, slot_of in sources.items():
             units = part.split(np.asarray(shards[position])[0])
             if logical is None:
-                logical = np.empty((*units.shape[: part.dim], family.num_units, *units.shape[part.dim + 1 :]), units.dtype)
+                logical = np.empty(
+                    (*units.shape[: part.dim], family.num_units, *units.shape[part.dim + 1 :]), units.dtype
+                )
             logical[(*at_units, list(slot_of))] = units[(*at_units, list(slot_of.values()))]
         assert logical is not None
         return part.join(logical)
@@ -212,7 +214,7 @@ def _unit_sources(family: Family, flat: FlatMesh, positions: Sequence[int]) -> d
 
 
 def narrow(local: PyTree, partitions: PyTree, families: Families, degree: int) -> PyTree:
-    """One device's parameters cut to the slots that a replica of `degree` ranks fills: padding is never computed with."""
+    """One device's parameters cut to the slots that a replica of `degree` ranks fills: no padding is computed with."""
 
     def cut(x: jax.Array, part: Partition) -> jax.Array:
         if part.family == REPLICATED:

@@ -1,10 +1,11 @@
 """How units get from one layout to another, as integers.
 
 Two questions are answered here. *Which* units travel, and from whom: `plan_moves`, for a change of topology, where a
-unit may come from the own replica or from another one. *How* they travel: `Exchange`, index tables for a masked sum, which
-both the step (pre-sync and post-sync reshard) and the recovery run on devices. In a masked sum every rank puts the units
-that it gives into an otherwise zero buffer, one sum over the group makes the buffer whole, and every rank picks what it
-takes. It is exact, because each place of the buffer has one giver, or is meant to be a sum over the holders of a copied unit.
+unit may come from the own replica or from another one. *How* they travel: `Exchange`, index tables for a masked sum,
+which both the step (pre-sync and post-sync reshard) and the recovery run on devices. In a masked sum every rank puts
+the units that it gives into an otherwise zero buffer, one sum over the group makes the buffer whole, and every rank
+picks what it takes. It is exact, because each place of the buffer has one giver, or is meant to be a sum over the
+holders of a copied unit.
 
 A worked example with two ranks, of which rank 1 hands its only unit 2 to rank 0:
 
@@ -88,8 +89,8 @@ class Exchange:
     Attributes:
       shared: the units in the shared buffer; a unit's index here is its place.
       give: `give[rank][place]` is the slot of the rank's own buffer to put there, or None.
-      take: `take[rank][slot]` says where the unit in the new slot comes from: `s >= 0` is slot `s` of the rank's own old
-        buffer, `-1 - p` is place `p` of the shared buffer.
+      take: `take[rank][slot]` says where the unit in the new slot comes from: `s >= 0` is slot `s` of the rank's own
+        old buffer, `-1 - p` is place `p` of the shared buffer.
     """
 
     shared: tuple[int, ...]
@@ -102,8 +103,8 @@ def exchange(have: Layout, want: Layout, *, add_copies: bool = False) -> Exchang
 
     Args:
       have, want: layouts with the same degree; `want` may leave ranks empty (a sync layout does: ranks `>= m`).
-      add_copies: whether a unit that several ranks hold becomes the sum over them (gradients of copied units) rather than
-        the value of one of them.
+      add_copies: whether a unit that several ranks hold becomes the sum over them (gradients of copied units) rather
+        than the value of one of them.
     """
     holders = have.holders()
     if add_copies:
@@ -116,9 +117,7 @@ def exchange_of_moves(have: Layout, want: Layout, moves: tuple[Move, ...]) -> Ex
     return _tables(have, want, {move.unit: (move.source,) for move in moves}, always=frozenset())
 
 
-def _tables(
-    have: Layout, want: Layout, givers: Mapping[int, tuple[int, ...]], *, always: frozenset[int]
-) -> Exchange:
+def _tables(have: Layout, want: Layout, givers: Mapping[int, tuple[int, ...]], *, always: frozenset[int]) -> Exchange:
     """`always` are units that go through the shared buffer even where a rank holds them already."""
     slot_of = [{unit: slot for slot, unit in enumerate(units)} for units in have.ranks]
     lacking = {unit for rank, units in enumerate(want.ranks) for unit in units if unit not in slot_of[rank]}

@@ -15,8 +15,8 @@ BatchPolicy = Literal["keep_global", "shrink", "equal"]
 def split_batch(policy: BatchPolicy, size: int, degrees: Sequence[int], nominal_tp: int) -> tuple[int, ...]:
     """Samples that each replica takes of a global batch of `size`; a replica of degree 0 takes none.
 
-    * `keep_global`: `size` in all, each sample to the replica that would finish it first, at a speed in proportion to the
-      TP degree.
+    * `keep_global`: `size` in all, each sample to the replica that would finish it first, at a speed in proportion to
+      the TP degree.
     * `shrink`: each replica keeps its nominal share, cut in proportion to its degree, rounded down; fewer than `size`.
     * `equal`: `size` in all, evenly; for when power makes up for the lost devices.
 
@@ -49,12 +49,15 @@ def split_batch(policy: BatchPolicy, size: int, degrees: Sequence[int], nominal_
         for r, share in enumerate(even_blocks(size, len(degrees))):
             rows[r] = len(share) * degrees[r] // nominal_tp
     if sum(rows) == 0:
-        raise ValueError(f"`batch.size` (={size}) leaves no sample for degrees {tuple(degrees)} under policy '{policy}'.")
+        raise ValueError(
+            f"`batch.size` (={size}) leaves no sample for degrees {tuple(degrees)} under policy '{policy}'."
+        )
     return tuple(rows)
 
 
 def needed_speedup(shares: Mapping[str, float], now: Mapping[str, int], healthy: Mapping[str, int]) -> float:
-    """How many times faster a reduced replica's devices must be to keep up: sum of share x (fullest rank now / healthy).
+    """How many times faster a reduced replica's devices must be to keep up: sum of share x (fullest rank now /
+    healthy).
 
     Args:
       shares: share of the step's time that each unit family takes in a healthy replica; they sum to 1.

@@ -1,26 +1,23 @@
-"""From one topology to the next: survivors keep what they hold, and only what is missing travels.
+"""What happens when devices are lost or come back.
 
-Parameters and optimizer state rest in the compute layout, one whole copy in every replica: each replica is a live checkpoint for
-the others. After a loss or a return the arrays of the new flat mesh are made of the survivors' buffers as they are,
-zeros for newcomers, and one masked sum that carries the missing units, bit by bit. Buffers of lost devices are never read.
+Survivors keep what they hold, missing units come from a replica that has them, and the step that failed is done again
+with the same global batch. When some unit has no live holder, the newest checkpoint is laid out on what is left. When a
+replica is too small to go on with, the state is saved and training stops.
 """
 
-import functools
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, PartitionSpec
-
-from ntpjax.collectives import ExchangeTables, exchange_tables, exchange_units, sum_bits
-from ntpjax.layout import Layout
-from ntpjax.mesh import AXIS, FlatMesh
-from ntpjax.packing import Families, Family, Partition
-from ntpjax.plan import Move, exchange_of_moves, plan_moves
-
-PyTree = Any
+from ntpjax.exit_codes import ExitCode
+from ntpjax.job import Generation, Job, Services, TrainState, report_saved, restored_state, save, start_generation
+from ntpjax.mesh import flat_mesh
+from ntpjax.move import Moved, move_state
+from ntpjax.plan import NoHolderError
+from ntpjax.records import TopologyChanged
+from ntpjax.topology import Topology
 
 
 class DevicesLostError(RuntimeError):
@@ -31,93 +28,116 @@ class DevicesLostError(RuntimeError):
         self.lost = lost
 
 
-@dataclass(frozen=True)
-class Moved:
-    """What travelled between devices: units (of any family), their bytes over all arrays, and where they came from."""
+class TrainingStoppedError(Exception):
+    """Training cannot go on. Attributes `reason` (for the user) and `exit_code`."""
 
-    num_units: int
-    num_bytes: int
-    source: str
-
-
-def move_state(
-    state: PyTree, partitions: PyTree, families: Families, old: FlatMesh, new: FlatMesh
-) -> tuple[PyTree, Moved]:
-    """`state`, which lies on `old`, laid out on `new`.
-
-    Args:
-      state: arrays [old devices, ...] with the partitions `partitions`. Only buffers of devices in `new` are read.
-
-    Raises:
-      NoHolderError: if some unit was on lost devices only.
-    """
-    plans = {name: _FamilyPlan.of(family, old, new) for name, family in families.items()}
-    num_bytes = 0
-
-    def move(array: jax.Array, part: Partition) -> jax.Array:
-        nonlocal num_bytes
-        plan = plans[part.family]
-        num_bytes += len(plan.moves) * plan.bytes_of_unit(array)
-        joined = _from_survivors(array, old, new)
-        if plan.unchanged:
-            return joined
-        give, take = (new.place(list(table)) for table in (plan.tables.give, plan.tables.take))
-        return _exchange(joined, give, take, part, new.mesh)
-
-    moved = jax.block_until_ready(jax.tree.map(move, state, partitions))
-    moves = [(move, new.replica_of) for plan in plans.values() for move in plan.moves]
-    return moved, Moved(len(moves), num_bytes, _describe_sources(moves))
+    def __init__(self, reason: str, exit_code: ExitCode) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.exit_code = exit_code
 
 
-@dataclass(frozen=True)
-class _FamilyPlan:
-    """How the units of one family get to the new flat mesh; positions are those of the new one."""
-
-    moves: tuple[Move, ...]
-    tables: ExchangeTables
-    old_slots: int
-    unchanged: bool
-
-    @classmethod
-    def of(cls, family: Family, old: FlatMesh, new: FlatMesh) -> "_FamilyPlan":
-        held_by = dict(zip(old.topology.devices, family.holdings(old).ranks, strict=True))
-        have = Layout(tuple(held_by.get(device, ()) for device in new.topology.devices))
-        want = family.holdings(new)
-        moves = plan_moves(have, want, new.replica_of)
-        old_slots, new_slots = family.slots(old), family.slots(new)
-        tables = exchange_tables(exchange_of_moves(have, want, moves), old_slots, new_slots)
-        return cls(moves, tables, old_slots, unchanged=have == want and old_slots == new_slots)
-
-    def bytes_of_unit(self, array: jax.Array) -> int:
-        return array.nbytes // array.shape[0] // self.old_slots
+def take_back(
+    job: Job, state: TrainState, generation: Generation, returned: tuple[int, ...], services: Services
+) -> tuple[TrainState, Generation]:
+    """Lost devices are part of their replicas again."""
+    topology, changes = state.flat.topology, []
+    for replica in returned:
+        before = topology
+        topology = topology.restore(replica)
+        (device,) = {device for _, device in before.lost} - {device for _, device in topology.lost}
+        rank = topology.replicas[replica].index(device) if device in topology.replicas[replica] else None
+        where = f"as rank {rank} of" if rank is not None else "as a spare, beside"
+        changes.append(f"device {device} is back {where} replica {replica}")
+    return _change(job, state, generation, topology, "return", changes, services)
 
 
-def _from_survivors(array: jax.Array, old: FlatMesh, new: FlatMesh) -> jax.Array:
-    """The array on the new flat mesh of the survivors' buffers, uncopied, and zeros on newcomers."""
-    buffers = {shard.device: shard.data for shard in array.addressable_shards}
-    number_to_device = dict(zip(new.topology.devices, new.mesh.devices, strict=True))
-    survivors = set(old.topology.devices)
-    zeros = np.zeros((1, *array.shape[1:]), array.dtype)
-    return new.assemble(
-        [buffers[device] if number in survivors else jax.device_put(zeros, device) for number, device in number_to_device.items()]
+def recover(
+    job: Job, state: TrainState, generation: Generation, failure: DevicesLostError, services: Services
+) -> tuple[TrainState, Generation]:
+    """The state on the devices that are left; the step that failed was not applied and is done again."""
+    topology, changes = state.flat.topology, []
+    for replica, rank in failure.lost:
+        changes.append(f"replica {replica} lost rank {rank} (device {topology.replicas[replica][rank]})")
+        topology = topology.lose(replica, rank)
+    topology = topology.use_spares()
+    short = [r for r, degree in enumerate(topology.degrees) if degree < job.tp_min]
+    if short or not any(topology.degrees):
+        saved = _save_survivors(job, state, topology, services)
+        raise TrainingStoppedError(
+            f"{'; '.join(changes)}: TP {topology.degrees} is below topology.tp_min (={job.tp_min}); {saved}; "
+            "start again with more devices or a lower tp_min",
+            ExitCode.BELOW_TP_MIN,
+        )
+    return _change(job, state, generation, topology, "loss", changes, services)
+
+
+def _change(
+    job: Job,
+    state: TrainState,
+    generation: Generation,
+    topology: Topology,
+    reason: Literal["loss", "return"],
+    changes: list[str],
+    services: Services,
+) -> tuple[TrainState, Generation]:
+    """State and generation on another topology: from live devices, or else from the newest checkpoint."""
+    generation.stream.close()
+    phases_s: dict[str, float] = {}
+    old, flat, step = state.flat, flat_mesh(topology, job.devices), state.step + 1
+    rolled_back_to = None
+    try:
+        with _timed(phases_s, "reshard"):
+            trees, moved = move_state(state.trees(), job.state_partitions, job.families, old, flat)
+            state = replace(state, flat=flat, **trees)
+    except NoHolderError as error:
+        with _timed(phases_s, "restore"):
+            state = _newest_checkpoint(job, topology, changes, error, services)
+            moved, rolled_back_to = Moved(0, 0, "checkpoint"), state.step
+    with _timed(phases_s, "compile"):
+        generation = start_generation(job, state, services)
+    services.emit(
+        TopologyChanged(
+            step=step,
+            reason=reason,
+            changes=tuple(changes),
+            degrees_before=old.topology.degrees,
+            degrees_after=topology.degrees,
+            num_units_moved=moved.num_units,
+            num_bytes_moved=moved.num_bytes,
+            source=moved.source,
+            phases_s=phases_s,
+            rolled_back_to=rolled_back_to,
+        )
     )
+    return state, generation
 
 
-@functools.partial(jax.jit, static_argnames=("part", "mesh"))
-def _exchange(array: jax.Array, give: jax.Array, take: jax.Array, part: Partition, mesh: Mesh) -> jax.Array:
-    """The masked sum of one array; the tables are operands, so that arrays of one shape share a program."""
-
-    def local(array: jax.Array, give: jax.Array, take: jax.Array) -> jax.Array:
-        everyone = (tuple(range(mesh.size)),)
-        total = functools.partial(sum_bits, groups=everyone)
-        tables = {part.family: ExchangeTables(give, take)}
-        return exchange_units(array[0], part, tables, jnp.int32(0), total)[None]
-
-    spec = PartitionSpec(AXIS)
-    return jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(array, give, take)
+@contextmanager
+def _timed(phases_s: dict[str, float], name: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    phases_s[name] = time.monotonic() - started
 
 
-def _describe_sources(moves: list[tuple[Move, tuple[int, ...]]]) -> str:
-    own = {replica_of[move.source] == replica_of[move.target] for move, replica_of in moves}
-    names = {frozenset(): "nothing moved", frozenset({True}): "own replica", frozenset({False}): "other replica"}
-    return names.get(frozenset(own), "own and other replica")
+def _newest_checkpoint(
+    job: Job, topology: Topology, changes: list[str], error: NoHolderError, services: Services
+) -> TrainState:
+    newest = services.checkpoints.latest_step()
+    if newest is None:
+        raise TrainingStoppedError(
+            f"{'; '.join(changes)}: {error}, and there is no checkpoint yet; set checkpoint.every, and start again",
+            ExitCode.NO_COPY,
+        ) from error
+    return restored_state(job, topology, services.checkpoints, newest)
+
+
+def _save_survivors(job: Job, state: TrainState, topology: Topology, services: Services) -> str:
+    """Saves from the devices that are left, if they hold everything; returns what was done."""
+    left = [position for position, device in enumerate(state.flat.topology.devices) if device in topology.devices]
+    try:
+        save(job, state, services, left)
+    except NoHolderError as error:
+        return f"the state after step {state.step} was not saved, because {error}"
+    report_saved(services, services.checkpoints.wait())
+    return f"the state after step {state.step} was saved"

@@ -1,10 +1,10 @@
 """The training step on the flat mesh: local gradients, pre-sync, sum over replicas, post-sync, commit, update.
 
-`grad_step` has all the collectives and donates nothing, so that a step that fails can be done again. The caller commits: it
-waits for the sums, and only then calls `apply_step`, which is local and donates its arguments.
+`grad_step` has all the collectives and donates nothing, so that a step that fails can be done again. The caller
+commits: it waits for the sums, and only then calls `apply_step`, which is local and donates its arguments.
 
-Every device runs one program. Where replicas have different degrees, `lax.switch` picks the replica's own compute shapes
-for each block; its branches meet in the sync layout, in which the sum over replicas is the same for all.
+Every device runs one program. Where replicas have different degrees, `lax.switch` picks the replica's own compute
+shapes for each block; its branches meet in the sync layout, in which the sum over replicas is the same for all.
 
 Source: arXiv 2504.06095, section 3.2. The paper reshards the gradients with an all-to-all; here it is a masked sum.
 """
@@ -35,30 +35,33 @@ from ntpjax.packing import REPLICATED, Families, narrow, unit_id_table
 from ntpjax.plan import exchange
 
 PyTree = Any
+Program = jax.stages.Wrapped
 
 
 class Model(Protocol):
     """A model as pure functions of `params = {"ends": ..., "layers": ...}`, where `layers` is stacked over layers.
 
-    The functions see one rank's shard: they read their widths from the parameters' shapes and take sums over the group from
-    `tp`. `batch` is any pytree with rows first; rows whose weights are 0 are padding.
+    The functions see one rank's shard: they read their widths from the parameters' shapes and take sums over the group
+    from `tp`. `batch` is any pytree with rows first; rows whose weights are 0 are padding.
     """
 
-    def embed(self, ends: PyTree, batch: PyTree, tp: TensorParallel) -> jax.Array:
+    def embed(self, ends: PyTree, batch: PyTree, tp: TensorParallel, /) -> jax.Array:
         """The first layer's input."""
         ...
 
-    def layer(self, layer: PyTree, x: jax.Array, tp: TensorParallel) -> jax.Array:
+    def layer(self, layer: PyTree, x: jax.Array, tp: TensorParallel, /) -> jax.Array:
         """The next layer's input, of the same shape."""
         ...
 
-    def loss(self, ends: PyTree, x: jax.Array, batch: PyTree, tp: TensorParallel) -> tuple[jax.Array, jax.Array]:
+    def loss(self, ends: PyTree, x: jax.Array, batch: PyTree, tp: TensorParallel, /) -> tuple[jax.Array, jax.Array]:
         """Weighted sum of the losses, and the sum of the weights."""
         ...
 
 
 class StepSums(NamedTuple):
-    """Sums over the global batch, the same bits on every device: loss, weights, squared norm of the gradient of the loss sum."""
+    """Sums over the global batch, the same bits on every device: loss, weights, squared norm of the gradient of the
+    loss sum.
+    """
 
     loss: jax.Array
     weight: jax.Array
@@ -119,7 +122,8 @@ class Replicas:
         return group_sum(grads, self.flat.sum_groups)
 
     def squared_norm(self, grads: PyTree, partitions: PyTree) -> jax.Array:
-        """This device's part of the squared norm of summed gradients: each unit and each replicated parameter counts once.
+        """This device's part of the squared norm of summed gradients: each unit and each replicated parameter counts
+        once.
 
         The first replica's core ranks contribute their units, its rank 0 what is replicated.
         """
@@ -131,22 +135,46 @@ class Replicas:
             total = total + jnp.where(counted, jnp.sum(wide * wide), 0)
         return total
 
-    def sum_over_ranks_0(self, *values: jax.Array) -> list[jax.Array]:
-        """Scalars that every rank of a replica has alike, summed over replicas."""
+    def from_ranks_0(self, *values: jax.Array) -> list[jax.Array]:
+        """Scalars that every rank of a replica has alike: kept on its rank 0, zeros elsewhere, to count them once."""
         first = jnp.asarray(self.flat.ranks, jnp.int32)[lax.axis_index(AXIS)] == 0
         return [jnp.where(first, value.astype(jnp.promote_types(value.dtype, jnp.float32)), 0) for value in values]
 
+    @functools.cached_property
+    def _tables(self) -> dict[int, "_Tables"]:
+        return {degree: _tables(self.flat, self.families, degree) for degree in set(self.flat.degrees)}
+
     def _replica(self, degree: int, rank: jax.Array) -> Replica:
-        flat, pre, post, unit_tables = self.flat, {}, {}, {}
-        for name, family in self.families.items():
-            compute, sync = family.compute_layout(degree), family.sync_layout(degree, flat.sync_degree)
+        tables = self._tables[degree]
+        tp = TensorParallel(rank, degree, self.flat.tp_groups, tables.unit_ids)
+        return Replica(tp, self.families, tables.pre_sync, tables.post_sync)
+
+
+class _Tables(NamedTuple):
+    """Index arrays of a replica of one degree, for each unit family; families that need no reshard are left out."""
+
+    unit_ids: dict[str, np.ndarray]
+    pre_sync: dict[str, ExchangeTables]
+    post_sync: dict[str, ExchangeTables]
+
+
+def _tables(flat: FlatMesh, families: Families, degree: int) -> _Tables:
+    tables = _Tables({}, {}, {})
+    for name, family in families.items():
+        compute, sync = family.compute_layout(degree), family.sync_layout(degree, flat.sync_degree)
+        tables.unit_ids[name] = unit_id_table(family, degree, compute.slots)
+        if compute != sync:
             slots = family.slots(flat)
-            unit_tables[name] = unit_id_table(family, degree, compute.slots)
-            if compute != sync:
-                to_sync = exchange(compute, sync, add_copies=name != REPLICATED)
-                pre[name] = exchange_tables(to_sync, slots, slots)
-                post[name] = exchange_tables(exchange(sync, compute), slots, slots)
-        return Replica(TensorParallel(rank, degree, flat.tp_groups, unit_tables), self.families, pre, post)
+            # A copied unit's gradient is partial on each holder, that of a replicated parameter is whole.
+            to_sync = exchange(compute, sync, add_copies=name != REPLICATED)
+            tables.pre_sync[name] = exchange_tables(to_sync, slots, slots)
+            tables.post_sync[name] = exchange_tables(exchange(sync, compute), slots, slots)
+    return tables
+
+
+def _of_layer(partitions: PyTree) -> PyTree:
+    """Partitions of one layer's parameters, from those of the stack."""
+    return jax.tree.map(lambda part: part.of_layer(), partitions)
 
 
 def _local_gradients(
@@ -154,7 +182,7 @@ def _local_gradients(
 ) -> tuple[PyTree, StepSums]:
     """Gradients of the summed loss over the global batch, in the compute layout, on one device."""
     ends, layers = params["ends"], params["layers"]
-    ends_cut, layer_cut = partitions["ends"], jax.tree.map(lambda part: part.of_layer(), partitions["layers"])
+    ends_cut, layer_cut = partitions["ends"], _of_layer(partitions["layers"])
 
     def embed(replica: Replica, ends: PyTree) -> jax.Array:
         return model.embed(replica.narrow(ends, ends_cut), batch, replica.tp)
@@ -192,32 +220,32 @@ def _local_gradients(
     d_ends = jax.tree.map(jnp.add, d_ends, replicas.run(embed_backward, ends, d_x))
     d_ends = replicas.run(lambda replica, grads: replica.pre_sync(grads, ends_cut), d_ends)
     d_ends, square = synced(d_ends, ends_cut)
-    scalars = [*replicas.sum_over_ranks_0(loss_sum, weight_sum), square + jnp.sum(squares)]
+    scalars = [*replicas.from_ranks_0(loss_sum, weight_sum), square + jnp.sum(squares)]
     return {"ends": d_ends, "layers": d_layers}, StepSums(*lax.psum(scalars, AXIS))
-
-
-def _on_every_device(flat: FlatMesh, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`function` of local values as one of arrays [num_devices, ...]; what has spec `PartitionSpec()` is passed as it is."""
-    whole = PartitionSpec()
-
-    def local(*operands: PyTree) -> Any:
-        operands = [x if spec == whole else jax.tree.map(lambda a: a[0], x) for x, spec in zip(operands, in_specs, strict=True)]
-        results = function(*operands)
-        if not isinstance(out_specs, tuple):
-            return results if out_specs == whole else jax.tree.map(lambda a: a[None], results)
-        return tuple(
-            x if spec == whole else jax.tree.map(lambda a: a[None], x) for x, spec in zip(results, out_specs, strict=True)
-        )
-
-    return jax.shard_map(local, mesh=flat.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 _SPLIT, _WHOLE = PartitionSpec(AXIS), PartitionSpec()
 
 
+def _program(flat: FlatMesh, local: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any) -> Program:
+    return jax.jit(
+        jax.shard_map(local, mesh=flat.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False), **options
+    )
+
+
+def _own(tree: PyTree) -> PyTree:
+    """This device's part of arrays [num_devices, ...]."""
+    return jax.tree.map(lambda array: array[0], tree)
+
+
+def _stacked(tree: PyTree) -> PyTree:
+    """The inverse of `_own`."""
+    return jax.tree.map(lambda array: array[None], tree)
+
+
 def make_init(
     init: Callable[[jax.Array, Mapping[str, jax.Array]], PyTree], flat: FlatMesh, families: Families
-) -> Callable[[jax.Array], PyTree]:
+) -> Program:
     """A function of a random key to parameters on the flat mesh, of which each device draws only its own units.
 
     Args:
@@ -230,62 +258,64 @@ def make_init(
 
     def local(key: jax.Array) -> PyTree:
         position = lax.axis_index(AXIS)
-        return init(key, {name: jnp.asarray(table)[position] for name, table in tables.items()})
+        return _stacked(init(key, {name: jnp.asarray(table)[position] for name, table in tables.items()}))
 
-    return jax.jit(_on_every_device(flat, local, (_WHOLE,), _SPLIT))
+    return _program(flat, local, _WHOLE, _SPLIT)
 
 
-def make_optimizer_init(optimizer: optax.GradientTransformation, flat: FlatMesh) -> Callable[[PyTree], PyTree]:
+def make_optimizer_init(optimizer: optax.GradientTransformation, flat: FlatMesh) -> Program:
     """A function of parameters on the flat mesh to the optimizer's state on it."""
-    return jax.jit(_on_every_device(flat, lambda params: optimizer.init(params), (_SPLIT,), _SPLIT))
+    return _program(flat, lambda params: _stacked(optimizer.init(_own(params))), _SPLIT, _SPLIT)
 
 
-def make_grad_step(
-    model: Model, flat: FlatMesh, families: Families, partitions: PyTree
-) -> Callable[[PyTree, PyTree], tuple[PyTree, StepSums]]:
+def make_grad_step(model: Model, flat: FlatMesh, families: Families, partitions: PyTree) -> Program:
     """`grad_step(params, batch)`: gradients of the summed loss on the flat mesh, and the sums.
 
     `params` and `batch` are arrays [num_devices, ...]; all devices of a replica have the same rows.
     """
-    local = functools.partial(_local_gradients, model, Replicas(flat, families), partitions)
-    return jax.jit(_on_every_device(flat, local, (_SPLIT, _SPLIT), (_SPLIT, _WHOLE)))
+    replicas = Replicas(flat, families)
+
+    def local(params: PyTree, batch: PyTree) -> tuple[PyTree, StepSums]:
+        grads, sums = _local_gradients(model, replicas, partitions, _own(params), _own(batch))
+        return _stacked(grads), sums
+
+    return _program(flat, local, _SPLIT, (_SPLIT, _WHOLE))
 
 
-def make_apply_step(
-    optimizer: optax.GradientTransformation, flat: FlatMesh, clip_norm: float | None
-) -> Callable[[PyTree, PyTree, PyTree, StepSums], tuple[PyTree, PyTree]]:
-    """`apply_step(params, opt_state, grads, sums)`: the next parameters and optimizer state. Local; donates the first two."""
+def make_apply_step(optimizer: optax.GradientTransformation, flat: FlatMesh, clip_norm: float | None) -> Program:
+    """`apply_step(params, opt_state, grads, sums)`: the next parameters and optimizer state.
+
+    Local: no collectives. Donates parameters and state. The gradient of the mean loss is clipped to norm `clip_norm`.
+    """
 
     def local(params: PyTree, opt_state: PyTree, grads: PyTree, sums: StepSums) -> tuple[PyTree, PyTree]:
+        params, opt_state, grads = _own(params), _own(opt_state), _own(grads)
         scale = 1 / sums.weight
         if clip_norm is not None:
             norm = jnp.sqrt(sums.squared_norm) * scale
             scale = scale * jnp.minimum(1, clip_norm / norm)
-        grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        grads = jax.tree.map(lambda grad: (grad * scale).astype(grad.dtype), grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return _stacked(optax.apply_updates(params, updates)), _stacked(opt_state)
 
-    mapped = _on_every_device(flat, local, (_SPLIT, _SPLIT, _SPLIT, _WHOLE), (_SPLIT, _SPLIT))
-    return jax.jit(mapped, donate_argnums=(0, 1))
+    return _program(flat, local, (_SPLIT, _SPLIT, _SPLIT, _WHOLE), _SPLIT, donate_argnums=(0, 1))
 
 
-def make_eval_step(
-    model: Model, flat: FlatMesh, families: Families, partitions: PyTree
-) -> Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]:
+def make_eval_step(model: Model, flat: FlatMesh, families: Families, partitions: PyTree) -> Program:
     """`eval_step(params, batch)`: sum of the losses and of the weights over all replicas' rows."""
     replicas = Replicas(flat, families)
-    ends_cut, layer_cut = partitions["ends"], jax.tree.map(lambda part: part.of_layer(), partitions["layers"])
+    ends_cut, layer_cut = partitions["ends"], _of_layer(partitions["layers"])
 
-    def local(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
-        def forward(replica: Replica, ends: PyTree, layers: PyTree) -> tuple[jax.Array, jax.Array]:
-            ends, tp = replica.narrow(ends, ends_cut), replica.tp
-            x = model.embed(ends, batch, tp)
-            x, _ = lax.scan(
-                lambda x, weights: (model.layer(replica.narrow(weights, layer_cut), x, tp), None), x, layers
-            )
-            return model.loss(ends, x, batch, tp)
+    def forward(replica: Replica, params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        def layer(x: jax.Array, weights: PyTree) -> tuple[jax.Array, None]:
+            return model.layer(replica.narrow(weights, layer_cut), x, replica.tp), None
 
-        sums = replicas.run(forward, params["ends"], params["layers"])
-        return tuple(lax.psum(replicas.sum_over_ranks_0(*sums), AXIS))
+        ends = replica.narrow(params["ends"], ends_cut)
+        x, _ = lax.scan(layer, model.embed(ends, batch, replica.tp), params["layers"])
+        return model.loss(ends, x, batch, replica.tp)
 
-    return jax.jit(_on_every_device(flat, local, (_SPLIT, _SPLIT), (_WHOLE, _WHOLE)))
+    def local(params: PyTree, batch: PyTree) -> list[jax.Array]:
+        sums = replicas.run(forward, _own(params), _own(batch))
+        return lax.psum(replicas.from_ranks_0(*sums), AXIS)
+
+    return _program(flat, local, _SPLIT, _WHOLE)

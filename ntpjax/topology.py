@@ -1,7 +1,8 @@
 """Which devices are alive, and which rank of which replica each of them is.
 
 Devices are numbered 0, 1, 2, ...; this module knows nothing else about them. A loss shortens a replica's chain of
-layouts at its end: the device with the last rank takes the lost rank. A device that returns becomes the last rank. In the
+layouts at its end: the device with the last rank takes the lost rank. A device that returns becomes the last rank. In
+  the
 canonical order replicas stand by degree, healthy first, so that *which* device failed does not change the program.
 """
 

@@ -1,7 +1,7 @@
 """Chains of layouts: balanced, nested, and moving the fewest units, for every small size and for large samples.
 
-The units that move from `L_n` to `L_m` are exactly those on the ranks `>= m` of `L_n`, and how many of them any two core ranks
-get differs by at most one. That is about totals: what one extra rank sends to one core rank and to another may differ by more.
+The units that move from `L_n` to `L_m` are exactly those on the ranks `>= m` of `L_n`, and how many of them any two
+core ranks get differs by at most one. That is about totals: what one extra rank sends to each may differ by more.
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
-"""Plans move the fewest units, from the right sources; exchanges carry them out, checked by masked sums over plain integers.
+"""Plans move the fewest units, from the right sources; exchanges carry them out, in masked sums over plain integers.
 
-In the simulations every slot's value is a power of two of its own, so that a sum shows exactly which values went into it.
+In these sums every slot's value is a power of two of its own, so that a total shows exactly which values went into it.
 """
 
 import itertools
@@ -86,7 +86,7 @@ def copied_layouts(draw: st.DrawFn, num_ranks: int, num_units: int) -> Layout:
 
 @st.composite
 def layout_pairs(draw: st.DrawFn) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """What is held, what is wanted, and the replica of each position; all are arbitrary, but every unit has a holder."""
+    """What is held, what is wanted, and the replica of each position: arbitrary, but every unit has a holder."""
     num_ranks, num_units = draw(st.integers(1, 8)), draw(st.integers(1, 12))
     have = draw(copied_layouts(num_ranks, num_units))
     some_units = st.lists(st.integers(0, num_units - 1), unique=True).map(tuple)

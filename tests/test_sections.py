@@ -92,7 +92,10 @@ def test_lists_become_tuples_and_ints_become_floats(tmp_path: Path):
             "data.files=[a.txt]",
             "data.files: must be empty when source is 'sotu'; leave it out or set source to 'files'",
         ),
-        ("schedule.fail=[step=0 replica=0 rank=0]", "schedule.fail[0].step: must be greater than or equal to 1 (got 0)"),
+        (
+            "schedule.fail=[step=0 replica=0 rank=0]",
+            "schedule.fail[0].step: must be greater than or equal to 1 (got 0)",
+        ),
         ("schedule.restore=[step=0 replica=0]", "schedule.restore[0].step: must be greater than or equal to 1 (got 0)"),
     ],
 )

@@ -1,0 +1,121 @@
+"""Arrays from one flat mesh to the next: survivors keep what they hold, and only what is missing travels.
+
+Parameters and optimizer state rest in the compute layout, one whole copy in every replica: each replica is a live
+checkpoint for the others. After a loss or a return the arrays of the new flat mesh are made of the survivors' buffers
+as they are, zeros for newcomers, and one masked sum that carries the missing units, bit by bit. Buffers of lost devices
+are never read.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from ntpjax.collectives import ExchangeTables, exchange_tables, exchange_units, sum_bits
+from ntpjax.layout import Layout
+from ntpjax.mesh import AXIS, FlatMesh
+from ntpjax.packing import Families, Family, Partition
+from ntpjax.plan import Move, exchange_of_moves, plan_moves
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What travelled between devices: units (of any family), their bytes over all arrays, and where they came from."""
+
+    num_units: int
+    num_bytes: int
+    source: str
+
+
+def move_state(
+    state: PyTree, partitions: PyTree, families: Families, old: FlatMesh, new: FlatMesh
+) -> tuple[PyTree, Moved]:
+    """`state`, which lies on `old`, laid out on `new`.
+
+    Args:
+      state: arrays [old devices, ...] with the partitions `partitions`. Only buffers of devices in `new` are read.
+
+    Raises:
+      NoHolderError: if some unit was on lost devices only.
+    """
+    plans = {name: _FamilyPlan.of(family, old, new) for name, family in families.items()}
+    num_bytes = 0
+
+    def move(array: jax.Array, part: Partition) -> jax.Array:
+        nonlocal num_bytes
+        plan = plans[part.family]
+        num_bytes += len(plan.moves) * plan.bytes_of_unit(array)
+        joined = _from_survivors(array, old, new)
+        if plan.unchanged:
+            return joined
+        give, take = (new.place(list(table)) for table in (plan.tables.give, plan.tables.take))
+        return _exchange(joined, give, take, part, new.mesh)
+
+    moved = jax.block_until_ready(jax.tree.map(move, state, partitions))
+    moves = [(move, new.replica_of) for plan in plans.values() for move in plan.moves]
+    return moved, Moved(len(moves), num_bytes, _describe_sources(moves))
+
+
+@dataclass(frozen=True)
+class _FamilyPlan:
+    """How the units of one family get to the new flat mesh; positions are those of the new one."""
+
+    moves: tuple[Move, ...]
+    tables: ExchangeTables
+    old_slots: int
+    unchanged: bool
+
+    @classmethod
+    def of(cls, family: Family, old: FlatMesh, new: FlatMesh) -> "_FamilyPlan":
+        held_by = dict(zip(old.topology.devices, family.holdings(old).ranks, strict=True))
+        have = Layout(tuple(held_by.get(device, ()) for device in new.topology.devices))
+        want = family.holdings(new)
+        moves = plan_moves(have, want, new.replica_of)
+        old_slots, new_slots = family.slots(old), family.slots(new)
+        tables = exchange_tables(exchange_of_moves(have, want, moves), old_slots, new_slots)
+        return cls(moves, tables, old_slots, unchanged=have == want and old_slots == new_slots)
+
+    def bytes_of_unit(self, array: jax.Array) -> int:
+        return array.nbytes // array.shape[0] // self.old_slots
+
+
+def _from_survivors(array: jax.Array, old: FlatMesh, new: FlatMesh) -> jax.Array:
+    """The array on the new flat mesh of the survivors' buffers, uncopied, and zeros on newcomers."""
+    buffers = {shard.device: shard.data for shard in array.addressable_shards}
+    number_to_device = dict(zip(new.topology.devices, new.mesh.devices, strict=True))
+    survivors = set(old.topology.devices)
+    zeros = np.zeros((1, *array.shape[1:]), array.dtype)
+    return new.assemble(
+        [
+            buffers[device] if number in survivors else jax.device_put(zeros, device)
+            for number, device in number_to_device.items()
+        ]
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("part", "mesh"))
+def _exchange(array: jax.Array, give: jax.Array, take: jax.Array, part: Partition, mesh: Mesh) -> jax.Array:
+    """The masked sum of one array; the tables are operands, so that arrays of one shape share a program."""
+
+    def local(array: jax.Array, give: jax.Array, take: jax.Array) -> jax.Array:
+        everyone = (tuple(range(mesh.size)),)
+        total = functools.partial(sum_bits, groups=everyone)
+        tables = {part.family: ExchangeTables(give, take)}
+        return exchange_units(array[0], part, tables, jnp.int32(0), total)[None]
+
+    spec = PartitionSpec(AXIS)
+    return jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(
+        array, give, take
+    )
+
+
+def _describe_sources(moves: list[tuple[Move, tuple[int, ...]]]) -> str:
+    own = {replica_of[move.source] == replica_of[move.target] for move, replica_of in moves}
+    names = {frozenset(): "nothing moved", frozenset({True}): "own replica", frozenset({False}): "other replica"}
+    return names.get(frozenset(own), "own and other replica")
