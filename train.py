@@ -27,9 +27,10 @@ from ntpjax.data import SampleOrder, split_held_out
 from ntpjax.display import make_display
 from ntpjax.exit_codes import ExitCode
 from ntpjax.job import Job, Services, fresh_state, restored_state
+from ntpjax.layout import REPLICATED, Family
 from ntpjax.metrics import MetricsFile
 from ntpjax.optimizer import adamw, require_elementwise, state_partitions, warmup_cosine
-from ntpjax.packing import REPLICATED, families_of, partition_tree
+from ntpjax.packing import partition_tree
 from ntpjax.policy import split_batch
 from ntpjax.records import Note, Record, Sink
 from ntpjax.schedule import Loss, Return, Schedule, schedule_problems
@@ -189,7 +190,7 @@ def run(config: Config, tokens: Tokens, *sinks: Sink) -> Trained:
         for sink in (metrics, *sinks):
             sink.emit(record)
 
-    hook = ReportNeededSpeedup(job.families, _shares(job), emit)
+    hook = ReportNeededSpeedup(_shares(job), emit)
     services = Services(Schedule(config.losses, config.returns), hook, checkpoints, emit)
     try:
         if remark:
@@ -206,7 +207,7 @@ def run(config: Config, tokens: Tokens, *sinks: Sink) -> Trained:
 def make_job(config: Config, tokens: Tokens) -> Job:
     model = TransformerFunctions(config.model, jnp.dtype(config.run.dtype))
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    partitions = partition_tree(shapes, model.partitions)
+    partitions = partition_tree(shapes, model.partitions, config.topology.nominal_tp)
     settings = config.optimizer
     schedule = warmup_cosine(
         learning_rate=settings.learning_rate,
@@ -221,7 +222,6 @@ def make_job(config: Config, tokens: Tokens) -> Job:
     return Job(
         model=model,
         partitions=partitions,
-        families=families_of(shapes, partitions, config.topology.nominal_tp),
         optimizer=optimizer,
         opt_partitions=state_partitions(optimizer, shapes, partitions),
         schedule=schedule,
@@ -242,10 +242,10 @@ def make_job(config: Config, tokens: Tokens) -> Job:
     )
 
 
-def _shares(job: Job) -> dict[str, float]:
+def _shares(job: Job) -> dict[Family, float]:
     """The part of a layer's matmul work that falls to each unit family: its part of the layer's weights."""
     layers = job.state_shapes()["params"]["layers"]
-    sizes: dict[str, int] = {}
+    sizes: dict[Family, int] = {}
     for leaf, part in zip(jax.tree.leaves(layers), jax.tree.leaves(job.partitions["layers"]), strict=True):
         if part.family != REPLICATED:
             sizes[part.family] = sizes.get(part.family, 0) + leaf.size

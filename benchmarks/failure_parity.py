@@ -1,8 +1,8 @@
 """A run with losses and returns against the same run without, in float64: `python benchmarks/failure_parity.py`.
 
 Trains a configuration (by default the demo's) twice for 60 steps: undisturbed, and with three losses and two returns.
-Compared are the ids of the samples of every step, the loss of every step, and at the end the replicas with each other, bit
-by bit.
+Compared are the ids of the samples of every step, the loss of every step, and at the end the replicas with each
+other, bit by bit.
 """
 
 import argparse
@@ -63,9 +63,7 @@ def train_once(
 def replicas_differ(config: Config, trained: Trained) -> bool:
     """Whether any replica's parameters or optimizer state differ from the first one's in any bit."""
     job, state = make_job(config, read_tokens(config.data, config.run.seed)), trained.state
-    first, *others = (
-        unpack(state.trees(), job.state_partitions, job.families, state.flat, group) for group in state.flat.tp_groups
-    )
+    first, *others = (unpack(state.trees(), job.state_partitions, state.flat, group) for group in state.flat.tp_groups)
     same = [jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), first, other) for other in others]
     return not all(jax.tree.leaves(same))
 

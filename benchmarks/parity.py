@@ -23,7 +23,7 @@ from models.one_device import train_step
 from models.transformer import Batch, TransformerConfig, TransformerFunctions
 from ntpjax.mesh import FlatMesh, flat_mesh
 from ntpjax.optimizer import adamw, state_partitions, warmup_cosine
-from ntpjax.packing import families_of, partition_tree, unpack
+from ntpjax.packing import partition_tree, unpack
 from ntpjax.step import make_apply_step, make_grad_step, make_init, make_optimizer_init
 from ntpjax.topology import Topology
 
@@ -114,22 +114,21 @@ def errors(case: Case, num_steps: int = 3) -> Iterator[float]:
     """The worst errors of each step's loss and gradients, then of the parameters and of the moments at the end."""
     model = TransformerFunctions(case.config, jnp.float64)
     params = jax.jit(model.init)(jax.random.key(1))
-    partitions = partition_tree(params, model.partitions)
-    families = families_of(params, partitions, case.nominal_tp or max(case.degrees))
+    partitions = partition_tree(params, model.partitions, case.nominal_tp or max(case.degrees))
     flat = flat_mesh(Topology.of_degrees(case.degrees, case.nominal_tp or None), jax.devices())
     schedule = warmup_cosine(learning_rate=1e-3, warmup_steps=2, num_steps=10, final_fraction=0.1)
     optimizer = adamw(schedule, partitions, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     clip_norm = 0.1  # below the norm of random gradients: clipping is on
 
-    sharded = make_init(model.init, flat, families)(jax.random.key(1))
+    sharded = make_init(model.init, flat, partitions)(jax.random.key(1))
     sharded_opt = make_optimizer_init(optimizer, flat)(sharded)
     opt_state = optimizer.init(params)
-    grad_step = make_grad_step(model, flat, families, partitions)
+    grad_step = make_grad_step(model, flat, partitions)
     apply_step = make_apply_step(optimizer, flat, clip_norm)
     rows = case.rows or (2,) * len(case.degrees)
 
     def on_each_replica(tree: PyTree, parts: PyTree, expected: PyTree) -> float:
-        found = (unpack(tree, parts, families, flat, group) for group in flat.tp_groups)
+        found = (unpack(tree, parts, flat, group) for group in flat.tp_groups)
         return max(relative_error(logical, expected) for logical in found)
 
     for step in range(num_steps):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Protocol, final
 
-from ntpjax.packing import Families
+from ntpjax.layout import Family
 from ntpjax.policy import needed_speedup
 from ntpjax.records import Note, Record
 from ntpjax.topology import Topology
@@ -25,9 +25,8 @@ class BoostHook(Protocol):
 class ReportNeededSpeedup:
     """The default hook: says what speed-up each reduced replica would need, and changes nothing."""
 
-    def __init__(self, families: Families, shares: Mapping[str, float], emit: Callable[[Record], None]) -> None:
+    def __init__(self, shares: Mapping[Family, float], emit: Callable[[Record], None]) -> None:
         """`shares[family]` is the part of a step's time that the work on that family's units takes."""
-        self._families = families
         self._shares = shares
         self._emit = emit
         self._said: tuple[int, ...] = ()
@@ -47,6 +46,4 @@ class ReportNeededSpeedup:
                 self._emit(Note(step, text, "info"))
 
     def _needed(self, degree: int, nominal_tp: int) -> float:
-        now = {name: self._families[name].compute_layout(degree).slots for name in self._shares}
-        healthy = {name: self._families[name].compute_layout(nominal_tp).slots for name in self._shares}
-        return needed_speedup(self._shares, now, healthy)
+        return needed_speedup(self._shares, degree, nominal_tp)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ntpjax.layout import Family
 from ntpjax.mesh import AXIS, Groups
 from ntpjax.packing import gather_units
 from ntpjax.plan import Exchange
@@ -107,7 +108,7 @@ def exchange_tables(table: Exchange, own_slots: int, new_slots: int) -> Exchange
 
 
 def exchange_units(
-    tree: PyTree, partitions: PyTree, tables: Mapping[str, ExchangeTables], rank: jax.Array, total: SumBuffers
+    tree: PyTree, partitions: PyTree, tables: Mapping[Family, ExchangeTables], rank: jax.Array, total: SumBuffers
 ) -> PyTree:
     """One rank's part of a masked sum over its group (see `ntpjax.plan`).
 

@@ -16,7 +16,7 @@ from ntpjax.boost import BoostHook
 from ntpjax.checkpoint import Checkpoints
 from ntpjax.data import Batch, BatchStream, SampleOrder, batch_at
 from ntpjax.mesh import Device, FlatMesh, flat_mesh
-from ntpjax.packing import Families, pack, unpack
+from ntpjax.packing import families_in, pack, unpack
 from ntpjax.policy import BatchPolicy, split_batch
 from ntpjax.records import CheckpointSaved, Note, Record
 from ntpjax.schedule import FailureSource
@@ -39,7 +39,7 @@ class Job:
     """What stays the same during a run.
 
     Attributes:
-      model, partitions, families: the model, how its parameters are cut, and the unit families.
+      model, partitions: the model, and how its parameters are cut.
       optimizer, opt_partitions, schedule, clip_norm: an elementwise optimizer, how its state is cut, its learning rate.
       devices: all devices; the topology's numbers count them.
       order, held_out: samples to train on and to evaluate on.
@@ -53,7 +53,6 @@ class Job:
 
     model: TrainableModel
     partitions: PyTree
-    families: Families
     optimizer: optax.GradientTransformation
     opt_partitions: PyTree
     schedule: optax.Schedule
@@ -74,7 +73,9 @@ class Job:
 
     def state_shapes(self) -> dict[str, PyTree]:
         """Logical shapes of what a checkpoint holds."""
-        units = {name: jax.ShapeDtypeStruct((family.num_units,), jnp.int32) for name, family in self.families.items()}
+        units = {
+            family.name: jax.ShapeDtypeStruct((family.num_units,), jnp.int32) for family in families_in(self.partitions)
+        }
         params = jax.eval_shape(self.model.init, jax.random.key(0), units)
         return {"params": params, "opt_state": jax.eval_shape(self.optimizer.init, params)}
 
@@ -121,7 +122,7 @@ class Generation:
 def fresh_state(job: Job, topology: Topology) -> TrainState:
     """The state before the first step."""
     flat = flat_mesh(topology, job.devices)
-    params = make_init(job.model.init, flat, job.families)(jax.random.key(job.seed))
+    params = make_init(job.model.init, flat, job.partitions)(jax.random.key(job.seed))
     return TrainState(0, 0, flat, params, make_optimizer_init(job.optimizer, flat)(params))
 
 
@@ -132,7 +133,7 @@ def restored_state(job: Job, topology: Topology, checkpoints: Checkpoints, step:
       CheckpointError: if the checkpoint does not fit the job.
     """
     flat, meta = flat_mesh(topology, job.devices), checkpoints.meta(step)
-    trees = pack(checkpoints.restore(step, job.state_shapes()), job.state_partitions, job.families, flat)
+    trees = pack(checkpoints.restore(step, job.state_shapes()), job.state_partitions, flat)
     return TrainState(meta["step"], meta["samples_seen"], flat, **trees)
 
 
@@ -144,11 +145,11 @@ def start_generation(job: Job, state: TrainState, services: Services) -> Generat
     batch = on_devices(flat, batch_at(job.order, samples_seen=state.samples_seen, rows=rows))
     degrees = "|".join(map(str, flat.topology.degrees))
     services.emit(Note(state.step, f"compiling the step for TP {degrees}", "info"))
-    grad_step = make_grad_step(job.model, flat, job.families, job.partitions).lower(state.params, batch).compile()
+    grad_step = make_grad_step(job.model, flat, job.partitions).lower(state.params, batch).compile()
     # Gradients have the shapes and shardings of their parameters.
     operands = (state.params, state.opt_state, state.params, grad_step.out_info[1])
     apply_step = make_apply_step(job.optimizer, flat, job.clip_norm).lower(*operands).compile()
-    eval_step = make_eval_step(job.model, flat, job.families, job.partitions)
+    eval_step = make_eval_step(job.model, flat, job.partitions)
     return Generation(rows, stream, grad_step, apply_step, eval_step)
 
 
@@ -165,7 +166,7 @@ def save(job: Job, state: TrainState, services: Services, positions: Sequence[in
     """Hands the state to the checkpoint writer, read from the devices at `positions` (by default one whole replica)."""
     report_saved(services, services.checkpoints.wait())
     started = time.monotonic()
-    trees = unpack(state.trees(), job.state_partitions, job.families, state.flat, positions)
+    trees = unpack(state.trees(), job.state_partitions, state.flat, positions)
     key = jax.random.key(job.seed)
     meta = {
         "step": state.step,

@@ -15,7 +15,7 @@ Source: the idea of separate compute and sync layouts is from Arfeen et al., "No
 import functools
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -69,13 +69,51 @@ def nested_layout(num_units: int, nominal_tp: int, degree: int) -> Layout:
     return _chain(num_units, nominal_tp)[degree - 1]
 
 
-def replicated_layout(degree: int) -> Layout:
-    """The layout of what every rank holds whole: one unit with `degree` holders.
+@dataclass(frozen=True)
+class Family:
+    """The units of one kind, which share their layouts at every degree.
 
-    >>> replicated_layout(2).ranks
-    ((0,), (0,))
+    Attributes:
+      name: such as "ffn"; of all parameters of one model, those of one family have the same units.
+      num_units: how many there are.
+      nominal_tp: degree of a healthy replica, with which the chain of layouts starts.
     """
-    return Layout(((0,),) * degree)
+
+    name: str
+    num_units: int
+    nominal_tp: int
+
+    def compute_layout(self, degree: int) -> Layout:
+        """Where the units are while a replica of `degree` ranks computes.
+
+        >>> Family("ffn", 4, nominal_tp=2).compute_layout(2).ranks
+        ((0, 1), (2, 3))
+        >>> REPLICATED.compute_layout(2).ranks
+        ((0,), (0,))
+        """
+        if self == REPLICATED:
+            return Layout(((0,),) * degree)
+        return nested_layout(self.num_units, self.nominal_tp, degree)
+
+    def sync_layout(self, degree: int, sync_degree: int) -> Layout:
+        """Where a replica of `degree` ranks has its gradients while they are summed: on its core ranks only.
+
+        >>> Family("ffn", 3, nominal_tp=3).sync_layout(3, sync_degree=2).ranks
+        ((0, 2), (1,), ())
+        """
+        return Layout(self.compute_layout(sync_degree).ranks + ((),) * (degree - sync_degree))
+
+    def holdings(self, degrees: Sequence[int]) -> Layout:
+        """What each device of replicas with these degrees holds, one replica after the other."""
+        return Layout(tuple(units for degree in degrees for units in self.compute_layout(degree).ranks))
+
+    def slots(self, degrees: Sequence[int]) -> int:
+        """Slots of a buffer that has room for the layout of each of these degrees."""
+        return max(self.compute_layout(degree).slots for degree in set(degrees))
+
+
+REPLICATED = Family("replicated", num_units=1, nominal_tp=1)
+"""What every rank holds whole: one unit, with as many holders as there are ranks."""
 
 
 @functools.cache

@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from ntpjax.collectives import ExchangeTables, exchange_tables, exchange_units, sum_bits
-from ntpjax.layout import Layout
+from ntpjax.layout import Family, Layout
 from ntpjax.mesh import AXIS, FlatMesh
-from ntpjax.packing import Families, Family, Partition
+from ntpjax.packing import Partition, families_in
 from ntpjax.plan import Move, exchange_of_moves, plan_moves
 
 PyTree = Any
@@ -33,9 +33,7 @@ class Moved:
     source: str
 
 
-def move_state(
-    state: PyTree, partitions: PyTree, families: Families, old: FlatMesh, new: FlatMesh
-) -> tuple[PyTree, Moved]:
+def move_state(state: PyTree, partitions: PyTree, old: FlatMesh, new: FlatMesh) -> tuple[PyTree, Moved]:
     """`state`, which lies on `old`, laid out on `new`.
 
     Args:
@@ -44,7 +42,7 @@ def move_state(
     Raises:
       NoHolderError: if some unit was on lost devices only.
     """
-    plans = {name: _FamilyPlan.of(family, old, new) for name, family in families.items()}
+    plans = {family: _FamilyPlan.of(family, old, new) for family in families_in(partitions)}
     num_bytes = 0
 
     def move(array: jax.Array, part: Partition) -> jax.Array:
@@ -73,11 +71,11 @@ class _FamilyPlan:
 
     @classmethod
     def of(cls, family: Family, old: FlatMesh, new: FlatMesh) -> "_FamilyPlan":
-        held_by = dict(zip(old.topology.devices, family.holdings(old).ranks, strict=True))
+        held_by = dict(zip(old.topology.devices, family.holdings(old.degrees).ranks, strict=True))
         have = Layout(tuple(held_by.get(device, ()) for device in new.topology.devices))
-        want = family.holdings(new)
+        want = family.holdings(new.degrees)
         moves = plan_moves(have, want, new.replica_of)
-        old_slots, new_slots = family.slots(old), family.slots(new)
+        old_slots, new_slots = family.slots(old.degrees), family.slots(new.degrees)
         tables = exchange_tables(exchange_of_moves(have, want, moves), old_slots, new_slots)
         return cls(moves, tables, old_slots, unchanged=have == want and old_slots == new_slots)
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ntpjax.packing import REPLICATED, Partition
+from ntpjax.layout import REPLICATED
+from ntpjax.packing import Partition
 
 PyTree = Any
 

@@ -15,11 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntpjax.layout import Layout, nested_layout, replicated_layout
+from ntpjax.layout import REPLICATED, Family
 from ntpjax.mesh import FlatMesh
 from ntpjax.plan import NoHolderError
-
-REPLICATED = "replicated"
 
 PyTree = Any
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
@@ -29,7 +27,7 @@ ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 class Partition:
     """Dimension `dim` carries units of `family`, `unit_size` elements each. By default: every rank holds the whole."""
 
-    family: str = REPLICATED
+    family: Family = REPLICATED
     dim: int = 0
     unit_size: int = 1
 
@@ -50,53 +48,26 @@ class Partition:
         return x.reshape(*x.shape[: self.dim], -1, *x.shape[self.dim + 2 :])
 
 
-@dataclass(frozen=True)
-class Family:
-    """The units of one kind, and their layouts at every degree."""
-
-    name: str
-    num_units: int
-    nominal_tp: int
-
-    def compute_layout(self, degree: int) -> Layout:
-        """Where the units are while a replica of `degree` ranks computes."""
-        if self.name == REPLICATED:
-            return replicated_layout(degree)
-        return nested_layout(self.num_units, self.nominal_tp, degree)
-
-    def sync_layout(self, degree: int, sync_degree: int) -> Layout:
-        """Where a replica of `degree` ranks has its gradients while they are summed: on its core ranks only."""
-        return Layout(self.compute_layout(sync_degree).ranks + ((),) * (degree - sync_degree))
-
-    def holdings(self, flat: FlatMesh) -> Layout:
-        """What every position of the flat mesh holds."""
-        return Layout(tuple(units for degree in flat.degrees for units in self.compute_layout(degree).ranks))
-
-    def slots(self, flat: FlatMesh) -> int:
-        """Slots of every device's buffer: room for the compute layout and for the sync layout."""
-        return max(self.compute_layout(degree).slots for degree in flat.degrees)
-
-
-Families = Mapping[str, Family]
-
-
 def path_name(path: tuple[Any, ...]) -> str:
     """A key path of a pytree as "layers.ffn.gate"."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def partition_tree(params: PyTree, rules: Mapping[str, tuple[str, int, int]]) -> PyTree:
+def partition_tree(params: PyTree, rules: Mapping[str, tuple[str, int, int]], nominal_tp: int) -> PyTree:
     """A tree like `params` of the `Partition` of each leaf.
 
     Args:
       params: arrays, or anything with a `shape`.
-      rules: path pattern (such as "layers.*.gate") to (family, dimension, unit size). Unmatched leaves are replicated.
+      rules: path pattern (such as "layers.*.gate") to (family name, dimension, unit size). Unmatched leaves are
+        replicated.
+      nominal_tp: degree of a healthy replica.
 
     Raises:
       ValueError: naming the parameter and the rule, for a rule that matches no parameter, two rules that match the same
-        one, or a unit size that does not divide its dimension.
+        one, a unit size that does not divide its dimension, or parameters of one family with different numbers of
+        units.
     """
-    unused = set(rules)
+    unused, families = set(rules), dict[str, Family]()
 
     def partition(path: tuple[Any, ...], leaf: jax.Array) -> Partition:
         name = path_name(path)
@@ -106,11 +77,18 @@ def partition_tree(params: PyTree, rules: Mapping[str, tuple[str, int, int]]) ->
             raise ValueError(f"parameter '{name}' is matched by the rules {matching}; exactly one may match.")
         if not matching:
             return Partition()
-        family, dim, unit_size = rules[matching[0]]
+        family_name, dim, unit_size = rules[matching[0]]
         if not 0 <= dim < len(leaf.shape) or leaf.shape[dim] % unit_size:
             raise ValueError(
                 f"rule '{matching[0]}': parameter '{name}' has shape {tuple(leaf.shape)}, but its dimension {dim} must "
                 f"be a whole number of units of `unit_size` (={unit_size}); change the rule or the parameter's size."
+            )
+        family = Family(family_name, leaf.shape[dim] // unit_size, nominal_tp)
+        known = families.setdefault(family_name, family)
+        if known != family:
+            raise ValueError(
+                f"parameter '{name}' has {family.num_units} units of family '{family_name}', others have "
+                f"{known.num_units}; give it a family of its own or another unit size."
             )
         return Partition(family, dim, unit_size)
 
@@ -120,28 +98,12 @@ def partition_tree(params: PyTree, rules: Mapping[str, tuple[str, int, int]]) ->
     return tree
 
 
-def families_of(params: PyTree, partitions: PyTree, nominal_tp: int) -> dict[str, Family]:
-    """The unit families of a parameter tree, `REPLICATED` among them.
-
-    Raises:
-      ValueError: naming the parameter, if one has another number of units than its family.
-    """
-    found = {REPLICATED: Family(REPLICATED, 1, nominal_tp)}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    for (path, leaf), part in zip(leaves, jax.tree.leaves(partitions), strict=True):
-        if part.family == REPLICATED:
-            continue
-        family = Family(part.family, leaf.shape[part.dim] // part.unit_size, nominal_tp)
-        known = found.setdefault(part.family, family)
-        if known != family:
-            raise ValueError(
-                f"parameter '{path_name(path)}' has {family.num_units} units of family '{family.name}', others have "
-                f"{known.num_units}; give it a family of its own or another unit size."
-            )
-    return found
+def families_in(partitions: PyTree) -> tuple[Family, ...]:
+    """The unit families that occur in a tree of partitions."""
+    return tuple(dict.fromkeys(part.family for part in jax.tree.leaves(partitions)))
 
 
-def pack(params: PyTree, partitions: PyTree, families: Families, flat: FlatMesh) -> PyTree:
+def pack(params: PyTree, partitions: PyTree, flat: FlatMesh) -> PyTree:
     """Logical arrays laid out on the flat mesh.
 
     Args:
@@ -152,11 +114,10 @@ def pack(params: PyTree, partitions: PyTree, families: Families, flat: FlatMesh)
     """
 
     def pack_leaf(x: np.ndarray, part: Partition) -> jax.Array:
-        family = families[part.family]
-        units, slots = part.split(np.asarray(x)), family.slots(flat)
+        units, slots = part.split(np.asarray(x)), part.family.slots(flat.degrees)
         local_shape = (*units.shape[: part.dim], slots, *units.shape[part.dim + 1 :])
         values = []
-        for held in family.holdings(flat).ranks:
+        for held in part.family.holdings(flat.degrees).ranks:
             value = np.zeros(local_shape, units.dtype)
             at_slots = (slice(None),) * part.dim + (slice(len(held)),)
             value[at_slots] = np.take(units, held, axis=part.dim)
@@ -166,9 +127,7 @@ def pack(params: PyTree, partitions: PyTree, families: Families, flat: FlatMesh)
     return jax.tree.map(pack_leaf, params, partitions)
 
 
-def unpack(
-    packed: PyTree, partitions: PyTree, families: Families, flat: FlatMesh, positions: Sequence[int] | None = None
-) -> PyTree:
+def unpack(packed: PyTree, partitions: PyTree, flat: FlatMesh, positions: Sequence[int] | None = None) -> PyTree:
     """Logical arrays, on the host: the inverse of `pack`.
 
     Args:
@@ -181,8 +140,7 @@ def unpack(
     positions = flat.tp_groups[0] if positions is None else positions
 
     def unpack_leaf(array: jax.Array, part: Partition) -> np.ndarray:
-        family = families[part.family]
-        sources = _unit_sources(family, flat, positions)
+        sources = _unit_sources(part.family, flat, positions)
         shards = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
         at_units = (slice(None),) * part.dim
         logical = None
@@ -190,7 +148,7 @@ def unpack(
             units = part.split(np.asarray(shards[position])[0])
             if logical is None:
                 logical = np.empty(
-                    (*units.shape[: part.dim], family.num_units, *units.shape[part.dim + 1 :]), units.dtype
+                    (*units.shape[: part.dim], part.family.num_units, *units.shape[part.dim + 1 :]), units.dtype
                 )
             logical[(*at_units, list(slot_of))] = units[(*at_units, list(slot_of.values()))]
         assert logical is not None
@@ -201,7 +159,7 @@ def unpack(
 
 def _unit_sources(family: Family, flat: FlatMesh, positions: Sequence[int]) -> dict[int, dict[int, int]]:
     """For each position that is to be read, the units to take from it and their slots."""
-    holdings, wanted = family.holdings(flat).ranks, set(range(family.num_units))
+    holdings, wanted = family.holdings(flat.degrees).ranks, set(range(family.num_units))
     sources: dict[int, dict[int, int]] = {}
     for position in positions:
         taken = {unit: slot for slot, unit in enumerate(holdings[position]) if unit in wanted}
@@ -213,13 +171,13 @@ def _unit_sources(family: Family, flat: FlatMesh, positions: Sequence[int]) -> d
     return sources
 
 
-def narrow(local: PyTree, partitions: PyTree, families: Families, degree: int) -> PyTree:
+def narrow(local: PyTree, partitions: PyTree, degree: int) -> PyTree:
     """One device's parameters cut to the slots that a replica of `degree` ranks fills: no padding is computed with."""
 
     def cut(x: jax.Array, part: Partition) -> jax.Array:
         if part.family == REPLICATED:
             return x
-        size = families[part.family].compute_layout(degree).slots * part.unit_size
+        size = part.family.compute_layout(degree).slots * part.unit_size
         return jax.lax.slice_in_dim(x, 0, size, axis=part.dim)
 
     return jax.tree.map(cut, local, partitions)

@@ -7,7 +7,7 @@ the global batch, and with it the optimisation.
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ntpjax.layout import even_blocks
+from ntpjax.layout import Family, even_blocks
 
 BatchPolicy = Literal["keep_global", "shrink", "equal"]
 
@@ -55,15 +55,20 @@ def split_batch(policy: BatchPolicy, size: int, degrees: Sequence[int], nominal_
     return tuple(rows)
 
 
-def needed_speedup(shares: Mapping[str, float], now: Mapping[str, int], healthy: Mapping[str, int]) -> float:
-    """How many times faster a reduced replica's devices must be to keep up: sum of share x (fullest rank now /
-    healthy).
+def needed_speedup(shares: Mapping[Family, float], degree: int, nominal_tp: int) -> float:
+    """How many times faster the devices of a replica of `degree` must be to keep up with a healthy one.
+
+    The work of a step is in proportion to the units on the fullest rank, family by family, because every block ends in
+    a sum: the sum of share x (fullest rank now / fullest rank when healthy).
 
     Args:
-      shares: share of the step's time that each unit family takes in a healthy replica; they sum to 1.
-      now, healthy: units on the fullest rank, for each family.
+      shares: the part of a healthy step's time that the work on each family takes; they sum to 1.
 
-    >>> round(needed_speedup({"kv": 0.25, "ffn": 0.75}, {"kv": 2, "ffn": 32}, {"kv": 1, "ffn": 28}), 3)
+    >>> shares = {Family("kv", 8, nominal_tp=8): 0.25, Family("ffn", 224, nominal_tp=8): 0.75}
+    >>> round(needed_speedup(shares, 7, 8), 3)  # attention does twice the work, FFN 32 blocks for 28
     1.357
     """
-    return sum(share * now[family] / healthy[family] for family, share in shares.items())
+    return sum(
+        share * family.compute_layout(degree).slots / family.compute_layout(nominal_tp).slots
+        for family, share in shares.items()
+    )

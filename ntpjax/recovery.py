@@ -88,7 +88,7 @@ def _change(
     rolled_back_to = None
     try:
         with _timed(phases_s, "reshard"):
-            trees, moved = move_state(state.trees(), job.state_partitions, job.families, old, flat)
+            trees, moved = move_state(state.trees(), job.state_partitions, old, flat)
             state = replace(state, flat=flat, **trees)
     except NoHolderError as error:
         with _timed(phases_s, "restore"):

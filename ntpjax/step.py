@@ -30,8 +30,9 @@ from ntpjax.collectives import (
     sum_bits,
     sum_values,
 )
+from ntpjax.layout import REPLICATED, Family
 from ntpjax.mesh import AXIS, FlatMesh
-from ntpjax.packing import REPLICATED, Families, narrow, unit_id_table
+from ntpjax.packing import families_in, narrow, unit_id_table
 from ntpjax.plan import exchange
 
 PyTree = Any
@@ -80,13 +81,12 @@ class Replica:
     """What a device does as a rank of a replica of one degree."""
 
     tp: TensorParallel
-    families: Families
-    pre_tables: Mapping[str, ExchangeTables]
-    post_tables: Mapping[str, ExchangeTables]
+    pre_tables: Mapping[Family, ExchangeTables]
+    post_tables: Mapping[Family, ExchangeTables]
 
     def narrow(self, params: PyTree, partitions: PyTree) -> PyTree:
         """The slots that this replica's degree fills."""
-        return narrow(params, partitions, self.families, self.tp.degree)
+        return narrow(params, partitions, self.tp.degree)
 
     def pre_sync(self, grads: PyTree, partitions: PyTree) -> PyTree:
         """From the compute to the sync layout: the extra ranks' gradients to the core ranks, copied units summed."""
@@ -104,7 +104,7 @@ class Replicas:
     """The flat mesh as the step sees it: one `Replica` for each degree that occurs."""
 
     flat: FlatMesh
-    families: Families
+    families: tuple[Family, ...]
 
     def run(self, function: Callable[..., Any], *operands: PyTree) -> Any:
         """`function(replica, *operands)` with the `Replica` of this device's degree."""
@@ -147,28 +147,28 @@ class Replicas:
     def _replica(self, degree: int, rank: jax.Array) -> Replica:
         tables = self._tables[degree]
         tp = TensorParallel(rank, degree, self.flat.tp_groups, tables.unit_ids)
-        return Replica(tp, self.families, tables.pre_sync, tables.post_sync)
+        return Replica(tp, tables.pre_sync, tables.post_sync)
 
 
 class _Tables(NamedTuple):
     """Index arrays of a replica of one degree, for each unit family; families that need no reshard are left out."""
 
     unit_ids: dict[str, np.ndarray]
-    pre_sync: dict[str, ExchangeTables]
-    post_sync: dict[str, ExchangeTables]
+    pre_sync: dict[Family, ExchangeTables]
+    post_sync: dict[Family, ExchangeTables]
 
 
-def _tables(flat: FlatMesh, families: Families, degree: int) -> _Tables:
+def _tables(flat: FlatMesh, families: tuple[Family, ...], degree: int) -> _Tables:
     tables = _Tables({}, {}, {})
-    for name, family in families.items():
+    for family in families:
         compute, sync = family.compute_layout(degree), family.sync_layout(degree, flat.sync_degree)
-        tables.unit_ids[name] = unit_id_table(family, degree, compute.slots)
+        tables.unit_ids[family.name] = unit_id_table(family, degree, compute.slots)
         if compute != sync:
-            slots = family.slots(flat)
+            slots = family.slots(flat.degrees)
             # A copied unit's gradient is partial on each holder, that of a replicated parameter is whole.
-            to_sync = exchange(compute, sync, add_copies=name != REPLICATED)
-            tables.pre_sync[name] = exchange_tables(to_sync, slots, slots)
-            tables.post_sync[name] = exchange_tables(exchange(sync, compute), slots, slots)
+            to_sync = exchange(compute, sync, add_copies=family != REPLICATED)
+            tables.pre_sync[family] = exchange_tables(to_sync, slots, slots)
+            tables.post_sync[family] = exchange_tables(exchange(sync, compute), slots, slots)
     return tables
 
 
@@ -244,7 +244,7 @@ def _stacked(tree: PyTree) -> PyTree:
 
 
 def make_init(
-    init: Callable[[jax.Array, Mapping[str, jax.Array]], PyTree], flat: FlatMesh, families: Families
+    init: Callable[[jax.Array, Mapping[str, jax.Array]], PyTree], flat: FlatMesh, partitions: PyTree
 ) -> Program:
     """A function of a random key to parameters on the flat mesh, of which each device draws only its own units.
 
@@ -252,8 +252,10 @@ def make_init(
       init: (key, unit ids for each family: [slots] int32, -1 for padding) to a rank's shard of the parameters.
     """
     tables = {
-        name: np.concatenate([unit_id_table(family, degree, family.slots(flat)) for degree in flat.degrees])
-        for name, family in families.items()
+        family.name: np.concatenate(
+            [unit_id_table(family, degree, family.slots(flat.degrees)) for degree in flat.degrees]
+        )
+        for family in families_in(partitions)
     }
 
     def local(key: jax.Array) -> PyTree:
@@ -268,12 +270,12 @@ def make_optimizer_init(optimizer: optax.GradientTransformation, flat: FlatMesh)
     return _program(flat, lambda params: _stacked(optimizer.init(_own(params))), _SPLIT, _SPLIT)
 
 
-def make_grad_step(model: Model, flat: FlatMesh, families: Families, partitions: PyTree) -> Program:
+def make_grad_step(model: Model, flat: FlatMesh, partitions: PyTree) -> Program:
     """`grad_step(params, batch)`: gradients of the summed loss on the flat mesh, and the sums.
 
     `params` and `batch` are arrays [num_devices, ...]; all devices of a replica have the same rows.
     """
-    replicas = Replicas(flat, families)
+    replicas = Replicas(flat, families_in(partitions))
 
     def local(params: PyTree, batch: PyTree) -> tuple[PyTree, StepSums]:
         grads, sums = _local_gradients(model, replicas, partitions, _own(params), _own(batch))
@@ -301,9 +303,9 @@ def make_apply_step(optimizer: optax.GradientTransformation, flat: FlatMesh, cli
     return _program(flat, local, (_SPLIT, _SPLIT, _SPLIT, _WHOLE), _SPLIT, donate_argnums=(0, 1))
 
 
-def make_eval_step(model: Model, flat: FlatMesh, families: Families, partitions: PyTree) -> Program:
+def make_eval_step(model: Model, flat: FlatMesh, partitions: PyTree) -> Program:
     """`eval_step(params, batch)`: sum of the losses and of the weights over all replicas' rows."""
-    replicas = Replicas(flat, families)
+    replicas = Replicas(flat, families_in(partitions))
     ends_cut, layer_cut = partitions["ends"], _of_layer(partitions["layers"])
 
     def forward(replica: Replica, params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:

@@ -8,14 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ntpjax.layout import Layout
+from ntpjax.layout import REPLICATED, Family
 from ntpjax.mesh import FlatMesh, flat_mesh
 from ntpjax.packing import (
-    REPLICATED,
-    Families,
-    Family,
     Partition,
-    families_of,
+    families_in,
     gather_units,
     narrow,
     pack,
@@ -31,27 +28,21 @@ pytestmark = pytest.mark.timeout(60)
 DEGREES = [(4, 3), (1, 4, 2), (3, 0, 3), (5,), (8,), (1,)]
 
 # Parameter to (shape, type, partition). Unit counts fit no degree; 'few' leaves ranks empty.
+VOCAB, FEW, FFN, HEADS = Family("vocab", 19, 8), Family("few", 2, 8), Family("ffn", 5, 8), Family("heads", 7, 8)
 CASES: dict[str, tuple[tuple[int, ...], Any, Partition]] = {
-    "rows": ((19, 3), np.float32, Partition("vocab", 0, 1)),
-    "blocks": ((6, 2, 3), jnp.bfloat16, Partition("few", 0, 3)),
-    "stacked": ((4, 10, 3), np.float32, Partition("ffn", 1, 2)),
-    "last": ((2, 3, 28), np.float16, Partition("heads", 2, 4)),
-    "ids": ((5, 7), np.int32, Partition("heads", 1, 1)),
+    "rows": ((19, 3), np.float32, Partition(VOCAB, 0, 1)),
+    "blocks": ((6, 2, 3), jnp.bfloat16, Partition(FEW, 0, 3)),
+    "stacked": ((4, 10, 3), np.float32, Partition(FFN, 1, 2)),
+    "last": ((2, 3, 28), np.float16, Partition(HEADS, 2, 4)),
+    "ids": ((5, 7), np.int32, Partition(HEADS, 1, 1)),
     "scale": ((3, 2), np.float32, Partition()),
     "scalar": ((), np.float32, Partition()),
 }
 PARTITIONS = {name: part for name, (_, _, part) in CASES.items()}
-NUM_UNITS = {"vocab": 19, "few": 2, "ffn": 5, "heads": 7}
 
 
 def mesh_of(degrees: tuple[int, ...]) -> FlatMesh:
     return flat_mesh(Topology.of_degrees(degrees), jax.devices())
-
-
-def families_on(flat: FlatMesh) -> Families:
-    nominal_tp = flat.topology.nominal_tp
-    families = {name: Family(name, num_units, nominal_tp) for name, num_units in NUM_UNITS.items()}
-    return families | {REPLICATED: Family(REPLICATED, 1, nominal_tp)}
 
 
 def random_bits(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
@@ -87,30 +78,27 @@ def assert_same_bits(actual: dict[str, np.ndarray], expected: dict[str, np.ndarr
 @pytest.mark.parametrize("degrees", DEGREES)
 def test_unpack_returns_every_bit_that_was_packed(degrees: tuple[int, ...]):
     flat, params = mesh_of(degrees), make_params()
-    families = families_on(flat)
-    assert_same_bits(unpack(pack(params, PARTITIONS, families, flat), PARTITIONS, families, flat), params)
+    assert_same_bits(unpack(pack(params, PARTITIONS, flat), PARTITIONS, flat), params)
 
 
 @pytest.mark.parametrize("degrees", DEGREES)
 def test_each_replica_holds_everything(degrees: tuple[int, ...]):
     flat, params = mesh_of(degrees), make_params()
-    families = families_on(flat)
-    packed = pack(params, PARTITIONS, families, flat)
+    packed = pack(params, PARTITIONS, flat)
     for group in flat.tp_groups:
-        assert_same_bits(unpack(packed, PARTITIONS, families, flat, group), params)
+        assert_same_bits(unpack(packed, PARTITIONS, flat, group), params)
 
 
 @pytest.mark.parametrize("degrees", DEGREES)
 def test_each_position_has_its_units_in_layout_order_then_zeros(degrees: tuple[int, ...]):
     flat, params = mesh_of(degrees), make_params()
-    families = families_on(flat)
-    for name, array in pack(params, PARTITIONS, families, flat).items():
+    for name, array in pack(params, PARTITIONS, flat).items():
         part = PARTITIONS[name]
         if part.family == REPLICATED:
             assert all(value.tobytes() == params[name].tobytes() for value in parts_of(array))
             continue
         logical = np.moveaxis(params[name], part.dim, 0)
-        for value, units in zip(parts_of(array), families[part.family].holdings(flat).ranks, strict=True):
+        for value, units in zip(parts_of(array), part.family.holdings(flat.degrees).ranks, strict=True):
             value = np.moveaxis(value, part.dim, 0)
             rows = [unit * part.unit_size + row for unit in units for row in range(part.unit_size)]
             assert value[: len(rows)].tobytes() == logical[rows].tobytes(), name
@@ -120,7 +108,7 @@ def test_each_position_has_its_units_in_layout_order_then_zeros(degrees: tuple[i
 
 def test_scalars_and_replicated_arrays_are_whole_on_every_device():
     flat, params = mesh_of((4, 3)), make_params()
-    packed = pack(params, PARTITIONS, families_on(flat), flat)
+    packed = pack(params, PARTITIONS, flat)
     assert packed["scalar"].shape == (7,)
     assert packed["scale"].shape == (7, 3, 2)
     assert {shard.data.shape for shard in packed["scale"].addressable_shards} == {(1, 3, 2)}
@@ -131,9 +119,8 @@ def test_scalars_and_replicated_arrays_are_whole_on_every_device():
 )
 def test_seventeen_rows_are_really_sharded_to_the_slots_of_the_smallest_degree(degrees: tuple[int, ...], slots: int):
     flat = mesh_of(degrees)
-    part = Partition("vocab", 0, 1)
-    families = {"vocab": Family("vocab", 17, flat.topology.nominal_tp)}
-    array = pack(np.ones((17, 2), np.float32), part, families, flat)
+    part = Partition(Family("vocab", 17, nominal_tp=8), 0, 1)
+    array = pack(np.ones((17, 2), np.float32), part, flat)
     assert array.shape == (flat.num_devices, slots, 2)
     assert not array.sharding.is_fully_replicated or flat.num_devices == 1
     assert {shard.data.shape for shard in array.addressable_shards} == {(1, slots, 2)}
@@ -147,18 +134,18 @@ def test_seventeen_rows_are_really_sharded_to_the_slots_of_the_smallest_degree(d
 
 def test_two_heads_on_four_devices_leave_two_of_them_with_padding_only():
     flat = mesh_of((4,))
-    array = pack(np.ones((2, 3), np.float32), Partition("heads", 0, 1), {"heads": Family("heads", 2, 4)}, flat)
+    array = pack(np.ones((2, 3), np.float32), Partition(Family("heads", 2, 4), 0, 1), flat)
     assert [value.tolist() for value in parts_of(array)] == [[[1, 1, 1]], [[1, 1, 1]], [[0, 0, 0]], [[0, 0, 0]]]
 
 
 @pytest.mark.parametrize(("num_rows", "degrees"), [(257, (2, 3, 8, 7)), (65535, (8, 7))])
 def test_an_odd_vocabulary_goes_from_degree_to_degree_unpadded(num_rows: int, degrees: tuple[int, ...]):
-    part, families = Partition("vocab", 0, 1), {"vocab": Family("vocab", num_rows, 8)}
+    part = Partition(Family("vocab", num_rows, 8), 0, 1)
     logical = random_bits((num_rows, 2), np.float32, seed=0)
     value = logical
     for degree in degrees:
         flat = mesh_of((degree,))
-        value = unpack(pack(value, part, families, flat), part, families, flat)
+        value = unpack(pack(value, part, flat), part, flat)
     assert_same_bits({"vocab": value}, {"vocab": logical})
 
 
@@ -166,32 +153,31 @@ def test_an_odd_vocabulary_goes_from_degree_to_degree_unpadded(num_rows: int, de
 
 
 def test_unpack_reads_only_the_given_positions():
-    flat, part = mesh_of((4, 3)), Partition("vocab", 0, 1)
-    families = families_on(flat)
+    flat, part = mesh_of((4, 3)), Partition(VOCAB, 0, 1)
+    holdings = VOCAB.holdings(flat.degrees).ranks
     logical = random_bits((19, 3), np.float32, seed=1)
-    values = parts_of(pack(logical, part, families, flat))
+    values = parts_of(pack(logical, part, flat))
     # Ranks 1 to 3 of replica 0 and the rank of replica 1 that has what rank 0 held; the others hold rubbish now.
-    assert set(families["vocab"].holdings(flat).ranks[0]) <= set(families["vocab"].holdings(flat).ranks[4])
+    assert set(holdings[0]) <= set(holdings[4])
     readable = (1, 4, 3, 2)
     rubbish = np.full_like(values[0], 1e30)
     array = flat.place([value if p in readable else rubbish for p, value in enumerate(values)])
-    assert unpack(array, part, families, flat, readable).tobytes() == logical.tobytes()
+    assert unpack(array, part, flat, readable).tobytes() == logical.tobytes()
 
 
 def test_positions_that_do_not_hold_every_unit_are_refused_with_the_missing_units():
-    flat, part = mesh_of((4, 3)), Partition("heads", 0, 1)
-    families = {"heads": Family("heads", 12, 4)}
-    packed = pack(np.ones((12, 2), np.float32), part, families, flat)
-    assert families["heads"].holdings(flat).ranks[:5] == ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (0, 1, 2, 9))
+    flat, part = mesh_of((4, 3)), Partition(Family("heads", 12, 4), 0, 1)
+    packed = pack(np.ones((12, 2), np.float32), part, flat)
+    assert part.family.holdings(flat.degrees).ranks[:5] == ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (0, 1, 2, 9))
     with pytest.raises(NoHolderError, match=r"^no live device holds units \(6, 7, 8, 10, 11\)$") as caught:
-        unpack(packed, part, families, flat, (4, 1, 0))
+        unpack(packed, part, flat, (4, 1, 0))
     assert caught.value.units == (6, 7, 8, 10, 11)
 
 
 # -- partitions -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [Partition("ffn", 0, 2), Partition("ffn", 1, 3), Partition("ffn", 2, 1), Partition()])
+@pytest.mark.parametrize("part", [Partition(FFN, 0, 2), Partition(FFN, 1, 3), Partition(FFN, 2, 1), Partition()])
 def test_join_undoes_split_and_units_get_a_dimension_of_their_own(part: Partition):
     x = np.arange(4 * 6 * 5).reshape(4, 6, 5)
     units = part.split(x)
@@ -204,7 +190,7 @@ def test_join_undoes_split_and_units_get_a_dimension_of_their_own(part: Partitio
 
 
 def test_the_partition_of_one_layer_has_one_dimension_less():
-    assert Partition("ffn", 1, 4).of_layer() == Partition("ffn", 0, 4)
+    assert Partition(FFN, 1, 4).of_layer() == Partition(FFN, 0, 4)
     assert Partition().of_layer() == Partition()
 
 
@@ -219,77 +205,52 @@ SHAPES = {
 
 
 def test_rules_find_parameters_by_pattern_and_the_others_are_replicated():
-    partitions = partition_tree(SHAPES, {"layers.[gu]*": ("ffn", 1, 4), "*.table": ("vocab", 0, 1)})
+    partitions = partition_tree(SHAPES, {"layers.[gu]*": ("ffn", 1, 4), "*.table": ("vocab", 0, 1)}, 8)
+    ffn = Family("ffn", 3, 8)
     assert partitions == {
-        "ends": {"table": Partition("vocab", 0, 1)},
-        "layers": {"gate": Partition("ffn", 1, 4), "up": Partition("ffn", 1, 4), "norm": Partition()},
+        "ends": {"table": Partition(Family("vocab", 257, 8), 0, 1)},
+        "layers": {"gate": Partition(ffn, 1, 4), "up": Partition(ffn, 1, 4), "norm": Partition()},
     }
 
 
-@pytest.mark.parametrize(
-    ("rule", "shape", "dim", "unit_size"),
-    [
-        (("layers.gate", ("ffn", 1, 5)), (2, 12, 8), 1, 5),
-        (("layers.gate", ("ffn", 3, 1)), (2, 12, 8), 3, 1),
-        (("layers.gate", ("ffn", -1, 1)), (2, 12, 8), -1, 1),
-    ],
-)
-def test_a_rule_that_does_not_fit_names_parameter_dimension_and_sizes(
-    rule: tuple[str, tuple[str, int, int]], shape: tuple[int, ...], dim: int, unit_size: int
-):
+@pytest.mark.parametrize(("dim", "unit_size"), [(1, 5), (3, 1), (-1, 1)])
+def test_a_rule_that_does_not_fit_names_parameter_dimension_and_sizes(dim: int, unit_size: int):
     text = (
-        f"rule 'layers.gate': parameter 'layers.gate' has shape {shape}, but its dimension {dim} must be a whole number "
-        f"of units of `unit_size` (={unit_size}); change the rule or the parameter's size."
+        f"rule 'layers.gate': parameter 'layers.gate' has shape (2, 12, 8), but its dimension {dim} must be a whole "
+        f"number of units of `unit_size` (={unit_size}); change the rule or the parameter's size."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        partition_tree(SHAPES, dict([rule]))
+        partition_tree(SHAPES, {"layers.gate": ("ffn", dim, unit_size)}, 8)
 
 
 def test_two_rules_for_one_parameter_are_refused():
     text = "parameter 'layers.gate' is matched by the rules ['layers.*', '*.gate']; exactly one may match."
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        partition_tree(SHAPES, {"layers.*": ("ffn", 1, 4), "*.gate": ("ffn", 1, 4)})
+        partition_tree(SHAPES, {"layers.*": ("ffn", 1, 4), "*.gate": ("ffn", 1, 4)}, 8)
 
 
 def test_a_rule_that_matches_nothing_is_refused():
     text = "rules ['heads', 'layers.gates'] match no parameter; remove them or correct the pattern."
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        partition_tree(SHAPES, {"layers.gates": ("ffn", 1, 4), "heads": ("kv", 0, 1), "*.up": ("ffn", 1, 4)})
+        partition_tree(SHAPES, {"layers.gates": ("ffn", 1, 4), "heads": ("kv", 0, 1), "*.up": ("ffn", 1, 4)}, 8)
 
 
 # -- families -------------------------------------------------------------------------------------------------------
 
 
-def test_families_have_the_units_of_their_parameters():
-    partitions = partition_tree(SHAPES, {"layers.[gu]*": ("ffn", 1, 4), "*.table": ("vocab", 0, 1)})
-    assert families_of(SHAPES, partitions, 8) == {
-        REPLICATED: Family(REPLICATED, 1, 8),
-        "ffn": Family("ffn", 3, 8),
-        "vocab": Family("vocab", 257, 8),
-    }
+def test_a_family_has_the_units_of_its_parameters_and_only_those_that_occur_are_listed():
+    partitions = partition_tree(SHAPES, {"layers.[gu]*": ("ffn", 1, 4), "*.table": ("vocab", 0, 1)}, 8)
+    assert set(families_in(partitions)) == {REPLICATED, Family("ffn", 3, 8), Family("vocab", 257, 8)}
+    assert families_in(partitions["layers"]["gate"]) == (Family("ffn", 3, 8),)
 
 
 def test_a_parameter_with_another_number_of_units_than_its_family_is_refused():
-    partitions = partition_tree(SHAPES, {"layers.gate": ("ffn", 1, 4), "layers.up": ("ffn", 1, 3)})
-    text = "parameter 'layers.up' has 4 units of family 'ffn', others have 3; give it a family of its own or another unit size."
+    text = (
+        "parameter 'layers.up' has 4 units of family 'ffn', others have 3; "
+        "give it a family of its own or another unit size."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        families_of(SHAPES, partitions, 8)
-
-
-def test_a_sync_layout_has_every_unit_once_and_extra_ranks_have_none():
-    family = Family("heads", 12, 5)
-    for degree in range(1, 6):
-        for sync_degree in range(1, degree + 1):
-            sync = family.sync_layout(degree, sync_degree)
-            assert sync.degree == degree
-            assert sync.ranks[:sync_degree] == family.compute_layout(sync_degree).ranks
-            assert sync.ranks[sync_degree:] == ((),) * (degree - sync_degree)
-
-
-def test_what_is_replicated_is_one_unit_on_every_rank_or_on_every_core_rank():
-    family = Family(REPLICATED, 1, 4)
-    assert family.compute_layout(3) == Layout(((0,), (0,), (0,)))
-    assert family.sync_layout(3, 2) == Layout(((0,), (0,), ()))
+        partition_tree(SHAPES, {"layers.gate": ("ffn", 1, 4), "layers.up": ("ffn", 1, 3)}, 8)
 
 
 # -- local views ----------------------------------------------------------------------------------------------------
@@ -298,8 +259,8 @@ def test_what_is_replicated_is_one_unit_on_every_rank_or_on_every_core_rank():
 @pytest.mark.parametrize(("degree", "num_rows"), [(4, 2 * 3), (3, 2 * 4), (2, 2 * 5), (1, 2 * 10)])
 def test_narrow_cuts_to_the_slots_of_the_replicas_own_degree(degree: int, num_rows: int):
     local = {"gate": np.arange(2 * 20 * 3.0).reshape(2, 20, 3), "norm": np.ones((2, 3))}
-    partitions = {"gate": Partition("ffn", 1, 2), "norm": Partition()}
-    cut = narrow(local, partitions, {"ffn": Family("ffn", 10, 4)}, degree)
+    partitions = {"gate": Partition(Family("ffn", 10, 4), 1, 2), "norm": Partition()}
+    cut = narrow(local, partitions, degree)
     assert cut["gate"].shape == (2, num_rows, 3)
     np.testing.assert_array_equal(cut["gate"], local["gate"][:, :num_rows])
     assert cut["norm"].shape == (2, 3)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntpjax.layout import Layout, even_blocks, nested_layout, replicated_layout
+from ntpjax.layout import REPLICATED, Family, Layout, even_blocks, nested_layout
 from ntpjax.plan import Exchange, Move, NoHolderError, exchange, exchange_of_moves, plan_moves
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,8 +32,9 @@ DEGREE_PAIRS = [
 ]
 
 
-def sync_layout(num_units: int, nominal_tp: int, degree: int, sync_degree: int) -> Layout:
-    return Layout(nested_layout(num_units, nominal_tp, sync_degree).ranks + ((),) * (degree - sync_degree))
+def compute_and_sync(num_units: int, nominal_tp: int, degree: int, sync_degree: int) -> tuple[Layout, Layout]:
+    family = Family("heads", num_units, nominal_tp)
+    return family.compute_layout(degree), family.sync_layout(degree, sync_degree)
 
 
 def one_value_a_unit(layout: Layout) -> Buffers:
@@ -211,7 +212,7 @@ def test_every_process_makes_the_same_plan():
 
 def test_pre_sync_reaches_the_sync_layout_and_post_sync_the_compute_layout():
     for nominal_tp, num_units, n, m in DEGREE_PAIRS:
-        compute, sync = nested_layout(num_units, nominal_tp, n), sync_layout(num_units, nominal_tp, n, m)
+        compute, sync = compute_and_sync(num_units, nominal_tp, n, m)
         computed, synced = one_value_a_unit(compute), one_value_a_unit(sync)
         assert masked_sum(exchange(compute, sync, add_copies=True), computed) == synced
         assert masked_sum(exchange(sync, compute), synced) == computed
@@ -219,14 +220,14 @@ def test_pre_sync_reaches_the_sync_layout_and_post_sync_the_compute_layout():
 
 def test_the_shared_buffer_has_the_units_of_extra_ranks_and_no_others():
     for nominal_tp, num_units, n, m in DEGREE_PAIRS:
-        compute, sync = nested_layout(num_units, nominal_tp, n), sync_layout(num_units, nominal_tp, n, m)
+        compute, sync = compute_and_sync(num_units, nominal_tp, n, m)
         extra = tuple(sorted(unit for units in compute.ranks[m:] for unit in units))
         assert exchange(compute, sync, add_copies=True).shared == exchange(sync, compute).shared == extra
 
 
 def test_core_ranks_keep_their_slots_in_pre_sync_and_give_nothing():
     for nominal_tp, num_units, n, m in DEGREE_PAIRS:
-        compute, sync = nested_layout(num_units, nominal_tp, n), sync_layout(num_units, nominal_tp, n, m)
+        compute, sync = compute_and_sync(num_units, nominal_tp, n, m)
         table = exchange(compute, sync, add_copies=True)
         for rank, units in enumerate(compute.ranks[:m]):
             assert table.take[rank][: len(units)] == tuple(range(len(units)))
@@ -311,9 +312,9 @@ def test_larger_layouts_with_copies_are_summed_and_handed_back(num_ranks: int, n
 
 def test_what_every_rank_holds_travels_only_to_the_ranks_that_lack_it():
     for degree in range(1, 9):
-        everyone = replicated_layout(degree)
+        everyone = REPLICATED.compute_layout(degree)
         for sync_degree in range(1, degree + 1):
-            core = Layout(replicated_layout(sync_degree).ranks + ((),) * (degree - sync_degree))
+            core = REPLICATED.sync_layout(degree, sync_degree)
             assert exchange(everyone, core).shared == ()
             back = exchange(core, everyone)
             assert back.shared == (() if sync_degree == degree else (0,))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ntpjax.layout import Family
 from ntpjax.policy import BatchPolicy, needed_speedup, split_batch
 
 pytestmark = pytest.mark.timeout(60)
@@ -109,20 +110,24 @@ def test_a_batch_that_leaves_no_row_at_all_is_refused(policy: BatchPolicy, size:
 # -- needed speed ---------------------------------------------------------------------------------------------------
 
 
+KV, FFN, VOCAB = Family("kv", 8, nominal_tp=8), Family("ffn", 224, nominal_tp=8), Family("vocab", 257, nominal_tp=8)
+
+
 @pytest.mark.parametrize(
-    ("now", "healthy", "speedup"),
+    ("shares", "degree", "speedup"),
     [
         # A healthy replica needs no boost.
-        ({"kv": 2, "ffn": 28}, {"kv": 2, "ffn": 28}, 1.0),
-        # 8 KV heads from 8 ranks to 7: one rank has two, so attention takes twice as long.
-        ({"kv": 2, "ffn": 28}, {"kv": 1, "ffn": 28}, 0.25 * 2 + 0.75),
-        # 224 FFN blocks from 8 ranks to 7: 28 become 32.
-        ({"kv": 2, "ffn": 32}, {"kv": 1, "ffn": 28}, 0.25 * 2 + 0.75 * 32 / 28),
-        # Families without a share, such as the vocabulary here, do not count.
-        ({"kv": 1, "ffn": 32, "vocab": 9}, {"kv": 1, "ffn": 28, "vocab": 1}, 0.25 + 0.75 * 32 / 28),
+        ({KV: 0.25, FFN: 0.75}, 8, 1.0),
+        # 8 KV heads from 8 ranks to 7: one rank has two, so attention takes twice as long; 28 FFN blocks become 32.
+        ({KV: 0.25, FFN: 0.75}, 7, 0.25 * 2 + 0.75 * 32 / 28),
+        # With three ranks for 8 heads the fullest has 3; with one rank it has all.
+        ({KV: 0.5, FFN: 0.5}, 3, 0.5 * 3 + 0.5 * 75 / 28),
+        ({KV: 0.5, FFN: 0.5}, 1, 8.0),
+        # 257 rows: 33 on the fullest of 8 ranks, 37 on that of 7.
+        ({VOCAB: 1.0}, 7, 37 / 33),
     ],
 )
-def test_needed_speed_is_the_share_weighted_growth_of_the_fullest_rank(
-    now: dict[str, int], healthy: dict[str, int], speedup: float
+def test_needed_speed_is_the_growth_of_the_fullest_rank_weighted_by_each_familys_share(
+    shares: dict[Family, float], degree: int, speedup: float
 ):
-    assert needed_speedup({"kv": 0.25, "ffn": 0.75}, now, healthy) == pytest.approx(speedup, rel=1e-15)
+    assert needed_speedup(shares, degree, 8) == pytest.approx(speedup, rel=1e-15)
