@@ -3,8 +3,8 @@
 Values that are moved are compared bit for bit. Gradients are computed in float64 and compared at a relative 1e-13.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ntpjax.collectives import (
     sum_bits,
     sum_values,
 )
-from ntpjax.layout import Family, Layout, nested_layout
+from ntpjax.layout import Family, Layout
 from ntpjax.mesh import AXIS, FlatMesh, flat_mesh
 from ntpjax.packing import Partition, unit_id_table
 from ntpjax.plan import Exchange, exchange
@@ -150,7 +150,7 @@ def test_every_bit_pattern_moves_unchanged_from_one_rank_to_its_group(x64: None,
             assert value.tobytes() == expected.tobytes(), (values.dtype, position)
 
 
-@functools.cache
+@cache
 def _moves_bits(flat: FlatMesh) -> Callable[[list[np.ndarray]], list[jax.Array]]:
     return on_mesh(flat, lambda buffers: sum_bits(buffers, flat.tp_groups))
 
@@ -196,43 +196,49 @@ def test_index_tables_read_zeros_for_whatever_is_not_there():
     assert tables.take.tolist() == [[0, 4, nothing], [5, nothing, nothing]]
 
 
-PARTS = {
-    "rows": Partition("units", 0, 1),
-    "stacked": Partition("units", 1, 2),
-    "other": Partition("other", 0, 1),
-    "scale": Partition(),
-}
-"""Of these, families 'other' and 'replicated' are in no table."""
+OTHER = Family("other", 4, nominal_tp=5)
 
 
-def random_tree(num_units: int, copies: int) -> dict[str, np.ndarray]:
-    """For each unit and each of its copies a value; whole numbers, so that sums are exact."""
-    rng = np.random.default_rng(num_units)
-    shapes = {"rows": (num_units, 3), "stacked": (2, num_units * 2, 3), "other": (4, 2), "scale": (3,)}
-    return {name: rng.integers(-99, 99, (copies, *shape)).astype(np.float32) for name, shape in shapes.items()}
+def partitions_of(family: Family) -> dict[str, Partition]:
+    """Two parameters of `family`, which an exchange moves, and two that it leaves as they are."""
+    return {
+        "rows": Partition(family, 0, 1),
+        "stacked": Partition(family, 1, 2),
+        "other": Partition(OTHER, 0, 1),
+        "scale": Partition(),
+    }
 
 
-def laid_out(trees: list[dict[str, np.ndarray]], ranks: list[tuple[int, ...]], slots: int) -> dict[str, np.ndarray]:
-    """Buffers of all positions in NumPy: position `p` has the units `ranks[p]` of `trees[p]`, then zeros."""
-    stacked: dict[str, list[np.ndarray]] = {name: [] for name in PARTS}
-    for tree, units in zip(trees, ranks, strict=True):
-        for name, part in PARTS.items():
-            if part.family != "units":
-                stacked[name].append(tree[name])
-                continue
-            logical = part.split(tree[name])
-            buffer = np.zeros((*logical.shape[: part.dim], slots, *logical.shape[part.dim + 1 :]), logical.dtype)
-            for slot, unit in enumerate(units):
-                np.moveaxis(buffer, part.dim, 0)[slot] = np.moveaxis(logical, part.dim, 0)[unit]
-            stacked[name].append(part.join(buffer))
-    return {name: np.stack(values) for name, values in stacked.items()}
-
-
+Tree = dict[str, np.ndarray]
 Layouts = dict[int, Layout]
 
 
+def random_trees(family: Family, count: int) -> list[Tree]:
+    """Logical values of the parameters; whole numbers, so that sums are exact."""
+    rng = np.random.default_rng(0)
+    units = family.num_units
+    shapes = {"rows": (units, 3), "stacked": (2, units * 2, 3), "other": (4, 2), "scale": (3,)}
+    return [
+        {name: rng.integers(-99, 99, shape).astype(np.float32) for name, shape in shapes.items()} for _ in range(count)
+    ]
+
+
+def laid_out(trees: list[Tree], family: Family, ranks: Sequence[tuple[int, ...]], slots: int) -> Tree:
+    """Buffers of all positions in NumPy: position `p` has the units `ranks[p]` of `trees[p]`, then zeros."""
+    stacked: dict[str, list[np.ndarray]] = {name: [] for name in trees[0]}
+    for tree, units in zip(trees, ranks, strict=True):
+        for name, part in partitions_of(family).items():
+            value = tree[name]
+            if part.family == family:
+                logical = np.moveaxis(part.split(value), part.dim, 0)
+                padding = np.zeros((slots - len(units), *logical.shape[1:]), np.float32)
+                value = part.join(np.moveaxis(np.concatenate([logical[list(units)], padding]), 0, part.dim))
+            stacked[name].append(value)
+    return {name: np.stack(values) for name, values in stacked.items()}
+
+
 def exchanged(
-    flat: FlatMesh, tree: PyTree, have: Layouts, want: Layouts, total: Callable[..., list[jax.Array]], **options: bool
+    tree: Tree, flat: FlatMesh, family: Family, have: Layouts, want: Layouts, total: Callable[..., list[jax.Array]]
 ) -> PyTree:
     """`tree` after an exchange in each replica from `have` to `want`, which are given for each degree."""
     degrees = sorted(set(flat.degrees))
@@ -240,70 +246,64 @@ def exchanged(
     kinds = [degrees.index(degree) for degree in flat.degrees for _ in range(degree)]
 
     def branch(degree: int, rank: jax.Array, tree: PyTree) -> PyTree:
-        tables = {"units": exchange_tables(exchange(have[degree], want[degree], **options), slots, slots)}
-        return exchange_units(tree, PARTS, tables, rank, functools.partial(total, groups=flat.tp_groups))
+        table = exchange(have[degree], want[degree], add_copies=total is sum_values)
+        tables = {family: exchange_tables(table, slots, slots)}
+        return exchange_units(tree, partitions_of(family), tables, rank, partial(total, groups=flat.tp_groups))
 
     def local(tree: PyTree) -> PyTree:
         position = lax.axis_index(AXIS)
         rank = jnp.asarray(flat.ranks, jnp.int32)[position]
-        branches = [functools.partial(branch, degree) for degree in degrees]
+        branches = [partial(branch, degree) for degree in degrees]
         return lax.switch(jnp.asarray(kinds, jnp.int32)[position], branches, rank, tree)
 
     return on_mesh(flat, local)(tree)
 
 
-def assert_trees_equal(actual: PyTree, expected: dict[str, np.ndarray]) -> None:
+def assert_trees_equal(actual: PyTree, expected: Tree) -> None:
     for name, value in expected.items():
         assert np.asarray(actual[name]).tobytes() == value.tobytes(), name
 
 
 @pytest.mark.parametrize(("degrees", "num_units"), [((4, 3), 11), ((4, 3, 1), 6), ((3, 3, 2), 2), ((5,), 7)])
 def test_units_go_from_compute_to_sync_layout_and_back(degrees: tuple[int, ...], num_units: int):
-    flat = mesh_of(degrees)
-    family = Family("units", num_units, max(degrees))
-    compute = {degree: family.compute_layout(degree) for degree in set(degrees)}
-    sync = {degree: family.sync_layout(degree, flat.sync_degree) for degree in set(degrees)}
-    slots = family.slots(flat)
-    # Each replica has values of its own; its gradients have not been summed over replicas.
-    values = random_tree(num_units, copies=len(degrees))
-    trees = [
-        {name: value[r] for name, value in values.items()} for r, degree in enumerate(degrees) for _ in range(degree)
-    ]
+    flat, family = mesh_of(degrees), Family("units", num_units, nominal_tp=5)
+    compute = {degree: family.compute_layout(degree) for degree in degrees}
+    sync = {degree: family.sync_layout(degree, flat.sync_degree) for degree in degrees}
     compute_ranks = [units for degree in degrees for units in compute[degree].ranks]
     sync_ranks = [units for degree in degrees for units in sync[degree].ranks]
-    computed, synced = laid_out(trees, compute_ranks, slots), laid_out(trees, sync_ranks, slots)
-    assert_trees_equal(exchanged(flat, computed, compute, sync, sum_values, add_copies=True), synced)
+    slots = family.slots(degrees)
+    # Each replica has values of its own: nothing is summed over replicas here.
+    trees = [
+        tree for tree, degree in zip(random_trees(family, len(degrees)), degrees, strict=True) for _ in range(degree)
+    ]
+    there = exchanged(laid_out(trees, family, compute_ranks, slots), flat, family, compute, sync, sum_values)
+    assert_trees_equal(there, laid_out(trees, family, sync_ranks, slots))
     # The way back is no sum: -0.0 stays -0.0.
     trees = [{name: np.where(value > 0, value, -0.0) for name, value in tree.items()} for tree in trees]
-    computed, synced = laid_out(trees, compute_ranks, slots), laid_out(trees, sync_ranks, slots)
-    assert_trees_equal(exchanged(flat, synced, sync, compute, sum_bits), computed)
+    back = exchanged(laid_out(trees, family, sync_ranks, slots), flat, family, sync, compute, sum_bits)
+    assert_trees_equal(back, laid_out(trees, family, compute_ranks, slots))
 
 
 def test_copied_units_are_summed_on_the_way_to_the_sync_layout_and_all_holders_get_the_sum():
-    flat = mesh_of((4, 3))
+    flat, family = mesh_of((4, 3)), Family("units", 2, nominal_tp=4)
     # Two KV heads that several ranks need: of degree 4 each has two holders, of degree 3 rank 1 holds both.
     compute = {4: Layout(((0,), (0,), (1,), (1,))), 3: Layout(((0,), (0, 1), (1,)))}
-    owners = nested_layout(2, 4, 3).ranks
-    sync = {4: Layout((*owners, ())), 3: Layout(owners)}
-    values = random_tree(2, copies=7)
-    gradients = [{name: value[position] for name, value in values.items()} for position in range(7)]
-    ranks = [units for degree in (4, 3) for units in compute[degree].ranks]
-    summed = []
-    for position, own in enumerate(gradients):
-        group = next(group for group in flat.tp_groups if position in group)
-        total = dict(own)
-        for name in ("rows", "stacked"):
-            masked = [_only_units(gradients[p][name], PARTS[name], ranks[p]) for p in group]
-            total[name] = np.sum(masked, axis=0)
-        summed.append(total)
-    computed = laid_out(gradients, ranks, slots=2)
-    synced = laid_out(summed, [units for degree in (4, 3) for units in sync[degree].ranks], slots=2)
-    assert_trees_equal(exchanged(flat, computed, compute, sync, sum_values, add_copies=True), synced)
-    assert_trees_equal(exchanged(flat, synced, sync, compute, sum_bits), laid_out(summed, ranks, slots=2))
-
-
-def _only_units(x: np.ndarray, part: Partition, units: tuple[int, ...]) -> np.ndarray:
-    """`x` with zeros in all other units."""
-    split = np.moveaxis(part.split(x), part.dim, 0)
-    kept = [row if unit in units else np.zeros_like(row) for unit, row in enumerate(split)]
-    return part.join(np.moveaxis(np.stack(kept), 0, part.dim))
+    sync = {degree: family.sync_layout(degree, 3) for degree in (4, 3)}
+    compute_ranks, sync_ranks = [layouts[4].ranks + layouts[3].ranks for layouts in (compute, sync)]
+    # Each rank has gradients of its own, zero for the units that it does not hold.
+    gradients = random_trees(family, 7)
+    for gradient, units in zip(gradients, compute_ranks, strict=True):
+        missing = [unit for unit in range(2) if unit not in units]
+        for name, part in partitions_of(family).items():
+            if part.family == family:
+                view = np.moveaxis(part.split(gradient[name]), part.dim, 0)
+                view[missing] = 0
+    summed = [
+        gradient | {name: np.sum([gradients[p][name] for p in group], axis=0) for name in ("rows", "stacked")}
+        for group in flat.tp_groups
+        for gradient in (gradients[position] for position in group)
+    ]
+    there = exchanged(laid_out(gradients, family, compute_ranks, 2), flat, family, compute, sync, sum_values)
+    assert_trees_equal(there, laid_out(summed, family, sync_ranks, 2))
+    back = exchanged(laid_out(summed, family, sync_ranks, 2), flat, family, sync, compute, sum_bits)
+    assert_trees_equal(back, laid_out(summed, family, compute_ranks, 2))

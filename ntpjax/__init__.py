@@ -1,0 +1,59 @@
+"""Nonuniform tensor parallelism for JAX: replicas of unequal tensor-parallel degree train together.
+
+The names below are the library, for use in your own model (README, "In your own model"). A run of the whole system is
+`train.py`; how the files depend on each other is drawn in `ntpjax/README.md`.
+"""
+
+from ntpjax.boost import BoostHook
+from ntpjax.checkpoint import CheckpointError, Checkpoints
+from ntpjax.collectives import TensorParallel
+from ntpjax.layout import REPLICATED, Family, Layout, nested_layout
+from ntpjax.mesh import FlatMesh, flat_mesh
+from ntpjax.move import Moved, move_state
+from ntpjax.optimizer import require_elementwise, state_partitions
+from ntpjax.packing import Partition, pack, partition_tree, unpack
+from ntpjax.plan import Move, NoHolderError, plan_moves
+from ntpjax.policy import split_batch
+from ntpjax.step import (
+    Model,
+    StepSums,
+    make_apply_step,
+    make_eval_step,
+    make_grad_step,
+    make_init,
+    make_optimizer_init,
+)
+from ntpjax.topology import Topology
+
+__all__ = [
+    "REPLICATED",
+    "BoostHook",
+    "CheckpointError",
+    "Checkpoints",
+    "Family",
+    "FlatMesh",
+    "Layout",
+    "Model",
+    "Move",
+    "Moved",
+    "NoHolderError",
+    "Partition",
+    "StepSums",
+    "TensorParallel",
+    "Topology",
+    "flat_mesh",
+    "make_apply_step",
+    "make_eval_step",
+    "make_grad_step",
+    "make_init",
+    "make_optimizer_init",
+    "move_state",
+    "nested_layout",
+    "pack",
+    "partition_tree",
+    "plan_moves",
+    "require_elementwise",
+    "split_batch",
+    "state_partitions",
+    "unpack",
+]
