@@ -33,7 +33,7 @@ from ntpjax.optimizer import adamw, require_elementwise, state_partitions, warmu
 from ntpjax.packing import partition_tree
 from ntpjax.policy import split_batch
 from ntpjax.records import Note, Record, Sink
-from ntpjax.schedule import Loss, Return, Schedule, schedule_problems
+from ntpjax.schedule import Event, Loss, Return, Schedule, schedule_problems, topology_after
 from ntpjax.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -65,7 +65,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        problems = [f"schedule: {problem}" for problem in schedule_problems(self.start, self.losses, self.returns)]
+        problems = [f"schedule: {problem}" for problem in schedule_problems(self.start, self.events)]
         if self.run.cpu_devices is not None and self.topology.num_devices > self.run.cpu_devices:
             problems.append(_too_few_devices(self.topology, self.run.cpu_devices))
         if self.model.vocab_size < ByteTokenizer().vocab_size:
@@ -87,12 +87,11 @@ class Config(Section):
         return Topology.of_degrees(self.topology.degrees, spares=self.topology.spares)
 
     @property
-    def losses(self) -> list[Loss]:
-        return [Loss(e.step, e.replica, e.rank) for e in self.schedule.fail + self.command_line.fail]
-
-    @property
-    def returns(self) -> list[Return]:
-        return [Return(e.step, e.replica) for e in self.schedule.restore + self.command_line.restore]
+    def events(self) -> tuple[Event, ...]:
+        """Losses and returns, from the file and from the command line."""
+        losses = (Loss(e.step, e.replica, e.rank) for e in self.schedule.fail + self.command_line.fail)
+        returns = (Return(e.step, e.replica) for e in self.schedule.restore + self.command_line.restore)
+        return (*losses, *returns)
 
 
 def _too_few_devices(topology: TopologyConfig, found: int) -> str:
@@ -181,7 +180,7 @@ def run(config: Config, tokens: Tokens, *sinks: Sink) -> Trained:
     step = checkpoints.latest_step()
     if step is not None:
         _require_same_run(checkpoints.meta(step)["config"], _saved_config(config, tokens), checkpoints.path(step))
-    topology, remark = fit(config, len(jax.devices()), resuming=step is not None)
+    topology, remark = fit(config, len(jax.devices()), step)
     job = make_job(config, tokens)
     (config.run.dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     metrics = MetricsFile(config.run.dir / "metrics.jsonl", resume_step=step)
@@ -191,7 +190,7 @@ def run(config: Config, tokens: Tokens, *sinks: Sink) -> Trained:
             sink.emit(record)
 
     hook = ReportNeededSpeedup(_shares(job), emit)
-    services = Services(Schedule(config.losses, config.returns), hook, checkpoints, emit)
+    services = Services(Schedule(config.events), hook, checkpoints, emit)
     try:
         if remark:
             emit(Note(step or 0, remark, "warning"))
@@ -252,27 +251,31 @@ def _shares(job: Job) -> dict[Family, float]:
     return {family: size / sum(sizes.values()) for family, size in sizes.items()}
 
 
-def fit(config: Config, found: int, *, resuming: bool) -> tuple[Topology, str | None]:
+def fit(config: Config, found: int, resumed_step: int | None) -> tuple[Topology, str | None]:
     """The topology to start with on `found` devices, and what to tell the user about it.
 
     A new run needs all its devices. A run that resumes goes on with those that are there: the last replicas are
-    reduced, down to `topology.tp_min`.
+    reduced, down to `topology.tp_min`. Devices that its schedule had lost by then are still lost.
 
     Raises:
-      ConfigError: if there are too few.
+      ConfigError: if there are too few, or the schedule is impossible with those that are there.
     """
-    degrees, spares = list(config.topology.degrees), config.topology.spares
-    missing = config.topology.num_devices - found
+    missing, spares = config.topology.num_devices - found, config.topology.spares
     if missing <= 0:
-        return config.start, None
-    spares, missing = max(spares - missing, 0), max(missing - spares, 0)
+        return topology_after(config.start, config.events, resumed_step or 0), None
+    degrees, spares, missing = list(config.topology.degrees), max(spares - missing, 0), max(missing - spares, 0)
     for replica in reversed(range(len(degrees))):
         taken = min(missing, degrees[replica] - config.topology.tp_min)
         degrees[replica], missing = degrees[replica] - taken, missing - taken
-    if missing or not resuming:
+    if missing or resumed_step is None:
         raise ConfigError([_too_few_devices(config.topology, found)])
-    remark = f"{config.topology.num_devices} devices are configured and {found} are there: starting with TP {degrees}"
-    return Topology.of_degrees(tuple(degrees), config.topology.nominal_tp, spares), remark
+    topology = Topology.of_degrees(tuple(degrees), config.topology.nominal_tp, spares)
+    problems = schedule_problems(topology, [event for event in config.events if event.step > resumed_step])
+    if problems:
+        raise ConfigError([f"schedule, starting with TP {degrees}: {problem}" for problem in problems])
+    return topology, (
+        f"{config.topology.num_devices} devices are configured and {found} are there: going on with TP {degrees}"
+    )
 
 
 def _saved_config(config: Config, tokens: Tokens) -> dict[str, Any]:

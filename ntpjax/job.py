@@ -179,6 +179,12 @@ def save(job: Job, state: TrainState, services: Services, positions: Sequence[in
     services.emit(CheckpointSaved(state.step, path, committed=False, blocking_s=time.monotonic() - started))
 
 
+def save_and_wait(job: Job, state: TrainState, services: Services, positions: Sequence[int] | None = None) -> None:
+    """Like `save`, and returns when the checkpoint is complete on disk."""
+    save(job, state, services, positions)
+    report_saved(services, services.checkpoints.wait())
+
+
 def report_saved(services: Services, step: int | None) -> None:
     if step is not None:
         services.emit(CheckpointSaved(step, str(services.checkpoints.path(step)), committed=True, blocking_s=0.0))

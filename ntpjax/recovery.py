@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ntpjax.exit_codes import ExitCode
-from ntpjax.job import Generation, Job, Services, TrainState, report_saved, restored_state, save, start_generation
+from ntpjax.job import Generation, Job, Services, TrainState, restored_state, save_and_wait, start_generation
 from ntpjax.mesh import flat_mesh
 from ntpjax.move import Moved, move_state
 from ntpjax.plan import NoHolderError
@@ -59,8 +59,7 @@ def recover(
     topology, changes = state.flat.topology, []
     for replica, rank in failure.lost:
         changes.append(f"replica {replica} lost rank {rank} (device {topology.replicas[replica][rank]})")
-        topology = topology.lose(replica, rank)
-    topology = topology.use_spares()
+        topology = topology.lose(replica, rank).use_spares()
     short = [r for r, degree in enumerate(topology.degrees) if degree < job.tp_min]
     if short or not any(topology.degrees):
         saved = _save_survivors(job, state, topology, services)
@@ -136,8 +135,7 @@ def _save_survivors(job: Job, state: TrainState, topology: Topology, services: S
     """Saves from the devices that are left, if they hold everything; returns what was done."""
     left = [position for position, device in enumerate(state.flat.topology.devices) if device in topology.devices]
     try:
-        save(job, state, services, left)
+        save_and_wait(job, state, services, left)
     except NoHolderError as error:
         return f"the state after step {state.step} was not saved, because {error}"
-    report_saved(services, services.checkpoints.wait())
     return f"the state after step {state.step} was saved"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Protocol, TypeVar, final
 
 from ntpjax.topology import Topology
 
@@ -24,6 +24,10 @@ class Return:
     replica: int
 
 
+Event = Loss | Return
+_EventT = TypeVar("_EventT", Loss, Return)
+
+
 class FailureSource(Protocol):
     """Tells the trainer about devices. What was told once is not told again."""
 
@@ -40,36 +44,55 @@ class FailureSource(Protocol):
 class Schedule:
     """A failure source that follows a list. Events before the first step that is asked for are dropped."""
 
-    def __init__(self, losses: Iterable[Loss] = (), returns: Iterable[Return] = ()) -> None:
-        self._losses = tuple(losses)
-        self._returns = tuple(returns)
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._events = tuple(events)
 
     def returned(self, step: int) -> tuple[int, ...]:
-        due = tuple(event.replica for event in self._returns if event.step == step)
-        self._returns = tuple(event for event in self._returns if event.step > step)
-        return due
+        return tuple(event.replica for event in self._take(Return, step))
 
     def lost(self, step: int) -> tuple[tuple[int, int], ...]:
-        due = tuple((event.replica, event.rank) for event in self._losses if event.step == step)
-        self._losses = tuple(event for event in self._losses if event.step > step)
-        return due
+        return tuple((event.replica, event.rank) for event in self._take(Loss, step))
+
+    def _take(self, kind: type[_EventT], step: int) -> list[_EventT]:
+        """The events of one kind at `step`; forgets them, and earlier ones of that kind."""
+        due = [event for event in self._events if isinstance(event, kind) and event.step <= step]
+        self._events = tuple(event for event in self._events if event not in due)
+        return [event for event in due if event.step == step]
 
 
-def schedule_problems(topology: Topology, losses: Iterable[Loss], returns: Iterable[Return]) -> list[str]:
+def schedule_problems(topology: Topology, events: Iterable[Event]) -> list[str]:
     """What is impossible in a schedule that starts from `topology`, one text for each event.
 
-    >>> schedule_problems(Topology.of_degrees((4,)), [Loss(5, 0, 3), Loss(6, 0, 3)], [])
+    >>> schedule_problems(Topology.of_degrees((4,)), [Loss(5, 0, 3), Loss(6, 0, 3)])
     ['loss at step 6: `rank` (=3) must be below the TP degree of replica 0 (=3).']
     """
     problems = []
-    # A return takes effect before its step, a loss during it.
-    events = sorted([*returns, *losses], key=lambda event: (event.step, isinstance(event, Loss)))
-    for event in events:
+    for event in _in_order(events):
         try:
-            if isinstance(event, Loss):
-                topology = topology.lose(event.replica, event.rank).use_spares()
-            else:
-                topology = topology.restore(event.replica)
+            topology = _after(topology, event)
         except ValueError as error:
             problems.append(f"{type(event).__name__.lower()} at step {event.step}: {error}")
     return problems
+
+
+def topology_after(topology: Topology, events: Iterable[Event], step: int) -> Topology:
+    """The topology once `step` steps are done: where a run that resumes there goes on with its schedule.
+
+    Raises:
+      ValueError: if an event is impossible.
+    """
+    for event in _in_order(events):
+        if event.step <= step:
+            topology = _after(topology, event)
+    return topology
+
+
+def _in_order(events: Iterable[Event]) -> list[Event]:
+    # A return takes effect before its step, a loss during it.
+    return sorted(events, key=lambda event: (event.step, isinstance(event, Loss)))
+
+
+def _after(topology: Topology, event: Event) -> Topology:
+    if isinstance(event, Loss):
+        return topology.lose(event.replica, event.rank).use_spares()
+    return topology.restore(event.replica)

@@ -2,8 +2,7 @@
 
 A step is done when its sums have arrived on every device (commit). If devices were lost by then, nothing of it is
 applied: the state is laid out on the devices that are left, and the same global batch is done again. Devices that come
-  back join between two
-steps. No committed step is lost as long as every unit has a live holder.
+back join between two steps. No committed step is lost as long as every unit has a live holder.
 """
 
 import time
@@ -16,7 +15,17 @@ import numpy as np
 from ntpjax.checkpoint import CheckpointError
 from ntpjax.data import batch_at
 from ntpjax.exit_codes import ExitCode
-from ntpjax.job import Generation, Job, Services, TrainState, on_devices, report_saved, save, start_generation
+from ntpjax.job import (
+    Generation,
+    Job,
+    Services,
+    TrainState,
+    on_devices,
+    report_saved,
+    save,
+    save_and_wait,
+    start_generation,
+)
 from ntpjax.mesh import FlatMesh
 from ntpjax.records import Evaluated, RunEnded, RunStarted, StepDone
 from ntpjax.recovery import DevicesLostError, TrainingStoppedError, recover, take_back
@@ -28,7 +37,8 @@ class Tally:
     """Counts for the closing summary."""
 
     started: float
-    losses: tuple[float, ...] = ()
+    first_loss: float | None = None
+    last_loss: float | None = None
     num_losses: int = 0
     num_returns: int = 0
     num_lost_steps: int = 0
@@ -55,13 +65,12 @@ def train(job: Job, state: TrainState, services: Services, *, resumed_from: str 
     tally, generation = Tally(time.monotonic()), None
     reason, exit_code = "all steps done", ExitCode.DONE
     try:
-        generation = start_generation(job, state, services)
         while state.step < job.num_steps:
+            generation = generation or start_generation(job, state, services)
             state, generation, tally = _advance(job, state, generation, tally, services)
         report_saved(services, services.checkpoints.wait())
         if services.checkpoints.latest_step() != state.step:
-            save(job, state, services)
-            report_saved(services, services.checkpoints.wait())
+            save_and_wait(job, state, services)
     except TrainingStoppedError as stop:
         reason, exit_code = stop.reason, stop.exit_code
     except CheckpointError as error:
@@ -87,12 +96,8 @@ def _advance(
     except DevicesLostError as failure:
         step = state.step
         state, generation = recover(job, state, generation, failure, services)
-        lost_steps = tally.num_lost_steps + step - state.step
-        return (
-            state,
-            generation,
-            replace(tally, num_losses=tally.num_losses + len(failure.lost), num_lost_steps=lost_steps),
-        )
+        num_losses, num_lost_steps = tally.num_losses + len(failure.lost), tally.num_lost_steps + step - state.step
+        return state, generation, replace(tally, num_losses=num_losses, num_lost_steps=num_lost_steps)
     services.emit(done)
     services.hook.between_steps(state.step, state.flat.topology, step_times_s)
     if _due(job.eval_every, state.step, job.num_steps):
@@ -100,8 +105,9 @@ def _advance(
     report_saved(services, services.checkpoints.saved())
     if job.checkpoint_every and state.step % job.checkpoint_every == 0:
         save(job, state, services)
-    tally = replace(tally, losses=(*tally.losses[:1], done.loss), num_tokens=tally.num_tokens + done.num_tokens)
-    return state, generation, tally
+    first_loss = done.loss if tally.first_loss is None else tally.first_loss
+    num_tokens = tally.num_tokens + done.num_tokens
+    return state, generation, replace(tally, first_loss=first_loss, last_loss=done.loss, num_tokens=num_tokens)
 
 
 def _due(every: int, step: int, num_steps: int) -> bool:
@@ -120,7 +126,7 @@ def _train_step(
     if lost:
         raise DevicesLostError(lost)
     if not (np.isfinite(sums.loss) and np.isfinite(sums.squared_norm)):
-        save(job, state, services)
+        save_and_wait(job, state, services)
         raise TrainingStoppedError(
             f"loss ({sums.mean_loss()}) or gradients of step {state.step + 1} are not finite, so it was not applied; "
             "lower optimizer.learning_rate, or look at the text of that batch",
@@ -173,8 +179,8 @@ def _summary(job: Job, state: TrainState, tally: Tally, reason: str, exit_code: 
         step=state.step,
         reason=reason,
         exit_code=int(exit_code),
-        first_loss=tally.losses[0] if tally.losses else None,
-        last_loss=tally.losses[-1] if tally.losses else None,
+        first_loss=tally.first_loss,
+        last_loss=tally.last_loss,
         num_losses=tally.num_losses,
         num_returns=tally.num_returns,
         num_lost_steps=tally.num_lost_steps,
