@@ -30,7 +30,7 @@ from ntpjax.job import Job, Services, fresh_state, restored_state
 from ntpjax.layout import REPLICATED, Family
 from ntpjax.metrics import MetricsFile
 from ntpjax.optimizer import adamw, require_elementwise, state_partitions, warmup_cosine
-from ntpjax.packing import partition_tree
+from ntpjax.partition import partition_tree
 from ntpjax.policy import split_batch
 from ntpjax.records import Note, Record, Sink
 from ntpjax.schedule import Event, Loss, Return, Schedule, schedule_problems, topology_after
@@ -206,7 +206,7 @@ def run(config: Config, tokens: Tokens, *sinks: Sink) -> Trained:
 def make_job(config: Config, tokens: Tokens) -> Job:
     model = TransformerFunctions(config.model, jnp.dtype(config.run.dtype))
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    partitions = partition_tree(shapes, model.partitions, config.topology.nominal_tp)
+    partitions = partition_tree(shapes, model.rules, config.topology.nominal_tp)
     settings = config.optimizer
     schedule = warmup_cosine(
         learning_rate=settings.learning_rate,

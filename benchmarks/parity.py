@@ -23,7 +23,8 @@ from models.one_device import train_step
 from models.transformer import Batch, TransformerConfig, TransformerFunctions
 from ntpjax.mesh import FlatMesh, flat_mesh
 from ntpjax.optimizer import adamw, state_partitions, warmup_cosine
-from ntpjax.packing import partition_tree, unpack
+from ntpjax.packing import unpack
+from ntpjax.partition import partition_tree
 from ntpjax.step import make_apply_step, make_grad_step, make_init, make_optimizer_init
 from ntpjax.topology import Topology
 
@@ -39,7 +40,7 @@ class Case:
 
     degrees: tuple[int, ...]
     num_heads: int = 8
-    num_kv_heads: int = 4
+    num_kv_heads: int | tuple[int, ...] = 4
     ffn_units: int = 12
     vocab_size: int = 64
     tied: bool = True
@@ -114,7 +115,7 @@ def errors(case: Case, num_steps: int = 3) -> Iterator[float]:
     """The worst errors of each step's loss and gradients, then of the parameters and of the moments at the end."""
     model = TransformerFunctions(case.config, jnp.float64)
     params = jax.jit(model.init)(jax.random.key(1))
-    partitions = partition_tree(params, model.partitions, case.nominal_tp or max(case.degrees))
+    partitions = partition_tree(params, model.rules, case.nominal_tp or max(case.degrees))
     flat = flat_mesh(Topology.of_degrees(case.degrees, case.nominal_tp or None), jax.devices())
     schedule = warmup_cosine(learning_rate=1e-3, warmup_steps=2, num_steps=10, final_fraction=0.1)
     optimizer = adamw(schedule, partitions, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)

@@ -4,24 +4,28 @@ It knows nothing of ntpjax. What it needs of tensor parallelism it takes as an a
 and it reads its local widths from its parameters' shapes, so the same module runs on one device (`tp=OneDevice(...)`)
 and as one shard of an uneven group, whatever the number of heads, FFN columns or vocabulary rows that the shard has.
 
-Every sharded parameter has its units first (after the layer, in a stack) and `d_model` last: a unit of family `kv` is
-one KV head with its query heads, one of `ffn` a block of FFN columns (its gate, up and down), one of `vocab` a row of
-the vocabulary. Initial values are drawn unit by unit, from a key that names the parameter and the unit: they do not
-depend on how the units are spread, and no rank ever draws more than it holds.
+Every sharded parameter has its units first (after the layer, in a stack) and `d_model` last: a unit of family `heads`
+is a query head, one of `kv` a KV head (a rank holds those that its query heads need, so one may be on several ranks),
+one of `ffn` a block of FFN columns (its gate, up and down), one of `vocab` a row of the vocabulary. Initial values are
+drawn unit by unit, from a key that names the parameter and the unit: they do not depend on how the units are spread,
+and no rank ever draws more than it holds.
 
-Shape suffixes: B rows of the batch, S positions, D d_model, K local KV heads, G query heads for each KV head, H head
-dimension, N local query heads (K x G), F local FFN columns, V local vocabulary rows, U local units.
+Shape suffixes: B rows of the batch, S positions, D d_model, N local query heads, K local KV heads, G query heads for
+  each
+KV head, H head dimension, F local FFN columns, V local vocabulary rows, U local units.
 """
 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Annotated, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
 
 UnitIds = Mapping[str, jax.Array]
 """For each unit family the ids of the units to hold, [U] int32, -1 for a padding slot."""
@@ -46,6 +50,17 @@ class TensorParallel(Protocol):
         """Ids of the units in this rank's slots, [U] int32, -1 for a padding slot."""
         ...
 
+    def copy_slots(self, family: str) -> jax.Array | None:
+        """For each local query head the slot of its KV head, [N] int32, out of range for padding.
+
+        None if local KV head `k` serves the `k`-th run of equally many query heads, as on one device.
+        """
+        ...
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
 
 class TransformerConfig(BaseModel):
     """Sizes of the model. Any number of heads, FFN units and vocabulary rows goes with any TP degree."""
@@ -56,7 +71,9 @@ class TransformerConfig(BaseModel):
     d_model: int = Field(ge=1, description="width of the residual stream")
     num_layers: int = Field(ge=1)
     num_heads: int = Field(ge=1, description="query heads")
-    num_kv_heads: int = Field(ge=1, description="KV heads; must divide num_heads")
+    num_kv_heads: Annotated[Count | tuple[Count, ...], BeforeValidator(_as_tuple)] = Field(
+        description="KV heads; must divide num_heads. A list gives those of the layers in turn"
+    )
     head_dim: int = Field(ge=2, description="must be even (RoPE rotates pairs)")
     ffn_dim: int = Field(ge=1, description="FFN columns")
     ffn_unit: int = Field(ge=1, description="FFN columns that stay together; must divide ffn_dim")
@@ -69,18 +86,37 @@ class TransformerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> "TransformerConfig":
-        for whole, part in (("num_heads", "num_kv_heads"), ("ffn_dim", "ffn_unit")):
-            size, unit = getattr(self, whole), getattr(self, part)
-            if size % unit:
-                raise ValueError(f"`{part}` (={unit}) must divide `{whole}` (={size}); change one of them.")
+        parts = [("num_heads", "num_kv_heads", num) for num in self.kv_heads_in_turn]
+        for whole, part, unit in (*parts, ("ffn_dim", "ffn_unit", self.ffn_unit)):
+            if getattr(self, whole) % unit:
+                raise ValueError(f"`{part}` (={unit}) must divide `{whole}` (={getattr(self, whole)}); change one.")
+        turn = len(self.kv_heads_in_turn)
+        if not turn or self.num_layers % turn:
+            raise ValueError(
+                f"`num_kv_heads` lists {turn} layers in turn, which must divide `num_layers` (={self.num_layers})."
+            )
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` (={self.head_dim}) must be even, because RoPE rotates pairs.")
         return self
 
     @property
+    def kv_heads_in_turn(self) -> tuple[int, ...]:
+        """KV heads of the first layers; the next layers repeat them."""
+        return self.num_kv_heads if isinstance(self.num_kv_heads, tuple) else (self.num_kv_heads,)
+
+    def attention_families(self, turn: int) -> tuple[str, str]:
+        """Names of the families of query heads and KV heads, for the layers with that place in turn."""
+        suffix = str(turn) if len(self.kv_heads_in_turn) > 1 else ""
+        return f"heads{suffix}", f"kv{suffix}"
+
+    @property
     def num_units(self) -> dict[str, int]:
         """Units of each family."""
-        return {"kv": self.num_kv_heads, "ffn": self.ffn_dim // self.ffn_unit, "vocab": self.vocab_size}
+        found = {"ffn": self.ffn_dim // self.ffn_unit, "vocab": self.vocab_size}
+        for turn, num_kv_heads in enumerate(self.kv_heads_in_turn):
+            heads, kv = self.attention_families(turn)
+            found |= {heads: self.num_heads, kv: num_kv_heads}
+        return found
 
 
 @dataclass(frozen=True)
@@ -100,6 +136,9 @@ class OneDevice:
 
     def unit_ids(self, family: str) -> jax.Array:
         return jnp.arange(self.num_units[family], dtype=jnp.int32)
+
+    def copy_slots(self, family: str) -> None:
+        return None
 
 
 class Batch(TypedDict):
@@ -128,22 +167,24 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: TransformerConfig, key: jax.Array, units: UnitIds, dtype: jnp.dtype) -> None:
-        keys, kv = jax.random.split(key, 4), units["kv"]
-        group = config.num_heads // config.num_kv_heads
-        q_shape = (group, config.head_dim, config.d_model)
-        kv_shape = (1, config.head_dim, config.d_model)
+    def __init__(self, config: TransformerConfig, turn: int, key: jax.Array, units: UnitIds, dtype: jnp.dtype) -> None:
+        keys, shape = jax.random.split(key, 4), (1, config.head_dim, config.d_model)
+        heads, self.kv_family = config.attention_families(turn)
         residual_std = config.init_std / (2 * config.num_layers) ** 0.5
-        self.q = nnx.Param(_draw(keys[0], kv, q_shape, config.init_std, dtype))
-        self.k = nnx.Param(_draw(keys[1], kv, kv_shape, config.init_std, dtype))
-        self.v = nnx.Param(_draw(keys[2], kv, kv_shape, config.init_std, dtype))
-        self.out = nnx.Param(_draw(keys[3], kv, q_shape, residual_std, dtype))
+        self.q = nnx.Param(_draw(keys[0], units[heads], shape, config.init_std, dtype))
+        self.k = nnx.Param(_draw(keys[1], units[self.kv_family], shape, config.init_std, dtype))
+        self.v = nnx.Param(_draw(keys[2], units[self.kv_family], shape, config.init_std, dtype))
+        self.out = nnx.Param(_draw(keys[3], units[heads], shape, residual_std, dtype))
         self.rope_theta = config.rope_theta
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, tp: TensorParallel) -> jax.Array:
         q_BSNH = _rotate(jnp.einsum("bsd,nhd->bsnh", x_BSD, self.q[...]), self.rope_theta)
         k_BSKH = _rotate(jnp.einsum("bsd,khd->bskh", x_BSD, self.k[...]), self.rope_theta)
         v_BSKH = jnp.einsum("bsd,khd->bskh", x_BSD, self.v[...])
+        kv_slots_N = tp.copy_slots(self.kv_family)
+        if kv_slots_N is not None:
+            # Zeros for padding: its output must be zero, or its out-projection would get a gradient.
+            k_BSKH, v_BSKH = (jnp.take(x, kv_slots_N, axis=2, mode="fill", fill_value=0) for x in (k_BSKH, v_BSKH))
         mixed_BSNH = _attend(q_BSNH, k_BSKH, v_BSKH)
         return jnp.einsum("bsnh,nhd->bsd", mixed_BSNH, self.out[...])
 
@@ -185,16 +226,29 @@ class FeedForward(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: TransformerConfig, key: jax.Array, units: UnitIds, dtype: jnp.dtype) -> None:
+    def __init__(self, config: TransformerConfig, turn: int, key: jax.Array, units: UnitIds, dtype: jnp.dtype) -> None:
         attention_key, ffn_key = jax.random.split(key)
         self.attention_norm = RMSNorm(config, dtype)
-        self.attention = Attention(config, attention_key, units, dtype)
+        self.attention = Attention(config, turn, attention_key, units, dtype)
         self.ffn_norm = RMSNorm(config, dtype)
         self.ffn = FeedForward(config, ffn_key, units, dtype)
 
     def __call__(self, x_BSD: jax.Array, tp: TensorParallel) -> jax.Array:
-        x_BSD = x_BSD + tp.exit(self.attention(tp.enter(self.attention_norm(x_BSD))))
+        x_BSD = x_BSD + tp.exit(self.attention(tp.enter(self.attention_norm(x_BSD)), tp))
         return x_BSD + tp.exit(self.ffn(tp.enter(self.ffn_norm(x_BSD))))
+
+
+class Turn(nnx.Module):
+    """One layer after the other, until all numbers of KV heads had their turn: what the stack repeats."""
+
+    def __init__(self, config: TransformerConfig, key: jax.Array, units: UnitIds, dtype: jnp.dtype) -> None:
+        keys = jax.random.split(key, len(config.kv_heads_in_turn))
+        self.turn = nnx.List([Layer(config, turn, keys[turn], units, dtype) for turn in range(len(keys))])
+
+    def __call__(self, x_BSD: jax.Array, tp: TensorParallel) -> jax.Array:
+        for layer in self.turn:
+            x_BSD = layer(x_BSD, tp)
+        return x_BSD
 
 
 class Ends(nnx.Module):
@@ -238,8 +292,9 @@ class Ends(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """The whole model, or one rank's shard of it: `ends` and a stack of `layers` ([num_layers, ...] in every
-    parameter).
+    """The whole model, or one rank's shard of it: `ends` and a stack of `layers`.
+
+    Parameters of `layers` are [repeats, ...]: one for each layer, or for each turn of layers with unequal KV heads.
 
     Args:
       config: the logical sizes.
@@ -254,9 +309,8 @@ class Transformer(nnx.Module):
         units = units or {family: jnp.arange(num, dtype=jnp.int32) for family, num in config.num_units.items()}
         ends_key, layers_key = jax.random.split(key)
         self.ends = Ends(config, ends_key, units, dtype)
-        self.layers = nnx.vmap(lambda layer_key: Layer(config, layer_key, units, dtype))(
-            jax.random.split(layers_key, config.num_layers)
-        )
+        repeats = config.num_layers // len(config.kv_heads_in_turn)
+        self.layers = nnx.vmap(lambda key: Turn(config, key, units, dtype))(jax.random.split(layers_key, repeats))
 
 
 @dataclass(frozen=True)
@@ -289,24 +343,20 @@ class TransformerFunctions:
         return {"ends": nnx.split(model.ends)[0], "layers": nnx.split(model.layers)[0]}
 
     @property
-    def partitions(self) -> dict[str, tuple[str, int, int]]:
-        """How each sharded parameter is cut: path to (unit family, dimension that carries the units, its unit's size).
+    def rules(self) -> dict[str, tuple[str, int, int] | tuple[str, int, int, str]]:
+        """How each sharded parameter is cut: path to (unit family, dimension that carries the units, a unit's size).
 
-        What is not listed is replicated.
+        A fourth entry names the family whose units need copies of this one's. What is not listed is replicated.
         """
-        config = self.config
-        group = config.num_heads // config.num_kv_heads
-        sizes = {
-            "attention.q": ("kv", group),
-            "attention.k": ("kv", 1),
-            "attention.v": ("kv", 1),
-            "attention.out": ("kv", group),
-            "ffn.gate": ("ffn", config.ffn_unit),
-            "ffn.up": ("ffn", config.ffn_unit),
-            "ffn.down": ("ffn", config.ffn_unit),
+        ffn = ("ffn", 1, self.config.ffn_unit)
+        rules: dict[str, tuple[str, int, int] | tuple[str, int, int, str]] = {
+            f"layers.turn.*.ffn.{name}": ffn for name in ("gate", "up", "down")
         }
-        found = {f"layers.{name}": (family, 1, unit) for name, (family, unit) in sizes.items()}
-        found["ends.embedding"] = ("vocab", 0, 1)
-        if not config.tie_embeddings:
-            found["ends.head"] = ("vocab", 0, 1)
-        return found
+        for turn in range(len(self.config.kv_heads_in_turn)):
+            heads, kv = self.config.attention_families(turn)
+            rules |= {f"layers.turn.{turn}.attention.{name}": (heads, 1, 1) for name in ("q", "out")}
+            rules |= {f"layers.turn.{turn}.attention.{name}": (kv, 1, 1, heads) for name in ("k", "v")}
+        rules["ends.embedding"] = ("vocab", 0, 1)
+        if not self.config.tie_embeddings:
+            rules["ends.head"] = ("vocab", 0, 1)
+        return rules

@@ -7,11 +7,12 @@ The names below are the library, for use in your own model (README, "In your own
 from ntpjax.boost import BoostHook
 from ntpjax.checkpoint import CheckpointError, Checkpoints
 from ntpjax.collectives import TensorParallel
-from ntpjax.layout import REPLICATED, Family, Layout, nested_layout
+from ntpjax.layout import REPLICATED, Copied, Family, Layout, Split, nested_layout
 from ntpjax.mesh import FlatMesh, flat_mesh
 from ntpjax.move import Moved, move_state
 from ntpjax.optimizer import require_elementwise, state_partitions
-from ntpjax.packing import Partition, pack, partition_tree, unpack
+from ntpjax.packing import pack, unpack
+from ntpjax.partition import Partition, Rule, partition_tree
 from ntpjax.plan import Move, NoHolderError, plan_moves
 from ntpjax.policy import split_batch
 from ntpjax.step import (
@@ -30,6 +31,7 @@ __all__ = [
     "BoostHook",
     "CheckpointError",
     "Checkpoints",
+    "Copied",
     "Family",
     "FlatMesh",
     "Layout",
@@ -38,6 +40,8 @@ __all__ = [
     "Moved",
     "NoHolderError",
     "Partition",
+    "Rule",
+    "Split",
     "StepSums",
     "TensorParallel",
     "Topology",

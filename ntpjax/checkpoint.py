@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ntpjax.packing import path_name
+from ntpjax.partition import path_name
 
 PyTree = Any
 

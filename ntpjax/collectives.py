@@ -60,12 +60,14 @@ class TensorParallel:
       degree: ranks of the group.
       groups: the TP groups of the flat mesh.
       unit_tables: for each family, the unit ids of each rank's slots, [degree, slots], -1 for padding.
+      copy_tables: for each copied family, where the units are that its users' slots need (see `copy_slots`).
     """
 
     rank: jax.Array
     degree: int
     groups: Groups
     unit_tables: Mapping[str, np.ndarray]
+    copy_tables: Mapping[str, np.ndarray | None]
 
     def enter(self, x: jax.Array) -> jax.Array:
         """`x` unchanged; its gradient is summed over the group."""
@@ -75,6 +77,12 @@ class TensorParallel:
         """`x` summed over the group; its gradient is unchanged."""
         return _exit(x, self.groups)
 
+    def psum(self, x: jax.Array) -> jax.Array:
+        """`x` summed over the group; its gradient is summed too. For values that differ from rank to rank on both
+        sides.
+        """
+        return group_sum(x, self.groups)
+
     def max(self, x: jax.Array) -> jax.Array:
         """The largest `x` over the group; has no gradient."""
         return lax.pmax(lax.stop_gradient(x), AXIS, axis_index_groups=self.groups)
@@ -82,6 +90,15 @@ class TensorParallel:
     def unit_ids(self, family: str) -> jax.Array:
         """Ids of the units in this rank's slots, [slots] int32, -1 for a padding slot."""
         return jnp.asarray(self.unit_tables[family])[self.rank]
+
+    def copy_slots(self, family: str) -> jax.Array | None:
+        """For each slot of the users of a copied family, the slot of the unit that it needs, [user slots] int32.
+
+        Out of range for a padding slot: gather with zeros there (`mode="fill"`), so that padding computes nothing. None
+        where no gather is needed: on every rank the units serve equally many users, in the order of the slots.
+        """
+        table = self.copy_tables[family]
+        return None if table is None else jnp.asarray(table)[self.rank]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from ntpjax.boost import BoostHook
 from ntpjax.checkpoint import Checkpoints
 from ntpjax.data import Batch, BatchStream, SampleOrder, batch_at
 from ntpjax.mesh import Device, FlatMesh, flat_mesh
-from ntpjax.packing import families_in, pack, unpack
+from ntpjax.packing import pack, unpack
+from ntpjax.partition import families_in
 from ntpjax.policy import BatchPolicy, split_batch
 from ntpjax.records import CheckpointSaved, Note, Record
 from ntpjax.schedule import FailureSource

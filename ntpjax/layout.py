@@ -15,8 +15,9 @@ Source: the idea of separate compute and sync layouts is from Arfeen et al., "No
 import functools
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,11 @@ class Layout:
         return found
 
 
-def nested_layout(num_units: int, nominal_tp: int, degree: int) -> Layout:
+def nested_layout(num_units: int, nominal_tp: int, degree: int, group_size: int = 1) -> Layout:
     """The layout of the chain of `nominal_tp` for a group that has `degree` ranks now.
 
-    Ranks beyond the number of units hold nothing, which is allowed: their buffers are padding only.
+    Ranks beyond the number of units hold nothing, which is allowed: their buffers are padding only. Of ranks that hold
+    equally few, one that already has a unit of the same group of `group_size` gets the next unit.
 
     >>> nested_layout(8, 4, 4).ranks
     ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -66,75 +68,179 @@ def nested_layout(num_units: int, nominal_tp: int, degree: int) -> Layout:
         raise ValueError(f"`num_units` (={num_units}) must be at least 1.")
     if not 1 <= degree <= nominal_tp:
         raise ValueError(f"`degree` (={degree}) must be between 1 and `nominal_tp` (={nominal_tp}).")
-    return _chain(num_units, nominal_tp)[degree - 1]
+    return _chain(num_units, nominal_tp, group_size)[degree - 1]
+
+
+class Family(Protocol):
+    """The units of one kind, which share their layouts at every degree. All of these are frozen dataclasses of
+    integers.
+
+    A unit may be copied: held by several ranks of a compute layout. In the sync layout a copied unit has one owner.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_units(self) -> int: ...
+
+    @property
+    def add_copies(self) -> bool:
+        """Whether the gradients of a unit's copies are partial and must be added up (else all of them are whole)."""
+        ...
+
+    def compute_layout(self, degree: int) -> Layout:
+        """Where the units are while a replica of `degree` ranks computes."""
+        ...
+
+    def sync_layout(self, degree: int, sync_degree: int) -> Layout:
+        """Where a replica of `degree` ranks has its gradients while they are summed: on its core ranks only."""
+        ...
 
 
 @dataclass(frozen=True)
-class Family:
-    """The units of one kind, which share their layouts at every degree.
+class Split:
+    """Units of which every rank holds its own: the ordinary case.
 
     Attributes:
       name: such as "ffn"; of all parameters of one model, those of one family have the same units.
       num_units: how many there are.
       nominal_tp: degree of a healthy replica, with which the chain of layouts starts.
+      group_size: so many consecutive units share something (query heads their KV head): a rank gets few such groups.
     """
 
     name: str
     num_units: int
     nominal_tp: int
+    group_size: int = 1
+
+    @property
+    def add_copies(self) -> bool:
+        return False  # there are none
 
     def compute_layout(self, degree: int) -> Layout:
-        """Where the units are while a replica of `degree` ranks computes.
-
-        >>> Family("ffn", 4, nominal_tp=2).compute_layout(2).ranks
+        """
+        >>> Split("ffn", 4, nominal_tp=2).compute_layout(2).ranks
         ((0, 1), (2, 3))
+        """
+        return nested_layout(self.num_units, self.nominal_tp, degree, self.group_size)
+
+    def sync_layout(self, degree: int, sync_degree: int) -> Layout:
+        """
+        >>> Split("ffn", 3, nominal_tp=3).sync_layout(3, sync_degree=2).ranks
+        ((0, 2), (1,), ())
+        """
+        return _on_core_ranks(self.compute_layout(sync_degree).ranks, degree)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Units that go wherever they are needed: unit `g` is on every rank that holds a unit of group `g` of `users`.
+
+    >>> heads = Split("heads", 8, nominal_tp=2, group_size=4)          # 8 query heads, 2 KV heads
+    >>> Copied("kv", heads).compute_layout(2).ranks
+    ((0,), (1,))
+    >>> heads = Split("heads", 8, nominal_tp=4, group_size=8)          # one KV head for all of them
+    >>> Copied("kv", heads).compute_layout(4).ranks
+    ((0,), (0,), (0,), (0,))
+    """
+
+    name: str
+    users: Split
+
+    @property
+    def num_units(self) -> int:
+        return self.users.num_units // self.users.group_size
+
+    @property
+    def add_copies(self) -> bool:
+        return True
+
+    def compute_layout(self, degree: int) -> Layout:
+        used = self.users.compute_layout(degree).ranks
+        return Layout(tuple(tuple(dict.fromkeys(user // self.users.group_size for user in users)) for users in used))
+
+    def sync_layout(self, degree: int, sync_degree: int) -> Layout:
+        """Each unit on the one of its holders that owns fewest so far.
+
+        >>> Copied("kv", Split("heads", 6, nominal_tp=3, group_size=3)).sync_layout(3, sync_degree=3).ranks
+        ((0,), (1,), ())
+        """
+        owned: list[tuple[int, ...]] = [()] * sync_degree
+        for unit, holders in sorted(self.compute_layout(sync_degree).holders().items()):
+            owner = min(holders, key=lambda rank: (len(owned[rank]), rank))
+            owned[owner] = (*owned[owner], unit)
+        return _on_core_ranks(tuple(owned), degree)
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """What every rank holds whole: one unit, with as many holders as there are ranks, each with the whole gradient."""
+
+    name: str = "replicated"
+    num_units: int = 1
+    add_copies: bool = False
+
+    def compute_layout(self, degree: int) -> Layout:
+        """
         >>> REPLICATED.compute_layout(2).ranks
         ((0,), (0,))
         """
-        if self == REPLICATED:
-            return Layout(((0,),) * degree)
-        return nested_layout(self.num_units, self.nominal_tp, degree)
+        return Layout(((0,),) * degree)
 
     def sync_layout(self, degree: int, sync_degree: int) -> Layout:
-        """Where a replica of `degree` ranks has its gradients while they are summed: on its core ranks only.
-
-        >>> Family("ffn", 3, nominal_tp=3).sync_layout(3, sync_degree=2).ranks
-        ((0, 2), (1,), ())
-        """
-        return Layout(self.compute_layout(sync_degree).ranks + ((),) * (degree - sync_degree))
-
-    def holdings(self, degrees: Sequence[int]) -> Layout:
-        """What each device of replicas with these degrees holds, one replica after the other."""
-        return Layout(tuple(units for degree in degrees for units in self.compute_layout(degree).ranks))
-
-    def slots(self, degrees: Sequence[int]) -> int:
-        """Slots of a buffer that has room for the layout of each of these degrees."""
-        return max(self.compute_layout(degree).slots for degree in set(degrees))
+        return _on_core_ranks(((0,),) * sync_degree, degree)
 
 
-REPLICATED = Family("replicated", num_units=1, nominal_tp=1)
-"""What every rank holds whole: one unit, with as many holders as there are ranks."""
+REPLICATED = Replicated()
+
+
+def holdings(family: Family, degrees: Sequence[int]) -> Layout:
+    """What each device of replicas with these degrees holds, one replica after the other."""
+    return Layout(tuple(units for degree in degrees for units in family.compute_layout(degree).ranks))
+
+
+def buffer_slots(family: Family, degrees: Sequence[int]) -> int:
+    """Slots of a buffer that has room for the compute and the sync layout of each of these degrees."""
+    layouts = [family.compute_layout(degree) for degree in set(degrees)]
+    return max(layout.slots for layout in (*layouts, family.sync_layout(min(degrees), min(degrees))))
+
+
+def _on_core_ranks(ranks: tuple[tuple[int, ...], ...], degree: int) -> Layout:
+    return Layout(ranks + ((),) * (degree - len(ranks)))
 
 
 @functools.cache
-def _chain(num_units: int, nominal_tp: int) -> tuple[Layout, ...]:
+def _chain(num_units: int, nominal_tp: int, group_size: int) -> tuple[Layout, ...]:
     """All layouts of a chain, degree 1 first."""
-    return tuple(reversed(list(_shrinking(num_units, nominal_tp))))
-
-
-def _shrinking(num_units: int, nominal_tp: int) -> Iterator[Layout]:
-    """The layouts of a chain from `nominal_tp` ranks down to one."""
     held = [list(block) for block in even_blocks(num_units, nominal_tp)]
-    yield Layout(tuple(map(tuple, held)))
+    chain = [Layout(tuple(map(tuple, held)))]
     while len(held) > 1:
         dealt = held.pop()
-        fewest = [(len(units), rank) for rank, units in enumerate(held)]
-        heapq.heapify(fewest)
-        for unit in dealt:
-            size, rank = fewest[0]
-            held[rank].append(unit)
-            heapq.heapreplace(fewest, (size + 1, rank))
-        yield Layout(tuple(map(tuple, held)))
+        deal = _deal if group_size == 1 else functools.partial(_deal_groups, group_size=group_size)
+        deal(dealt, held)
+        chain.append(Layout(tuple(map(tuple, held))))
+    return tuple(reversed(chain))
+
+
+def _deal(dealt: list[int], held: list[list[int]]) -> None:
+    """Gives each unit to the rank that holds fewest, the lowest of them."""
+    fewest = [(len(units), rank) for rank, units in enumerate(held)]
+    heapq.heapify(fewest)
+    for unit in dealt:
+        size, rank = fewest[0]
+        held[rank].append(unit)
+        heapq.heapreplace(fewest, (size + 1, rank))
+
+
+def _deal_groups(dealt: list[int], held: list[list[int]], group_size: int) -> None:
+    """Like `_deal`, but of the ranks that hold fewest, one that has a unit of the same group comes first."""
+    groups = [{unit // group_size for unit in units} for units in held]
+    for unit in dealt:
+        group = unit // group_size
+        rank = min(range(len(held)), key=lambda rank: (len(held[rank]), group not in groups[rank], rank))
+        held[rank].append(unit)
+        groups[rank].add(group)
 
 
 def even_blocks(num_items: int, num_blocks: int) -> tuple[range, ...]:

@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from ntpjax.collectives import ExchangeTables, exchange_tables, exchange_units, sum_bits
-from ntpjax.layout import Family, Layout
+from ntpjax.layout import Family, Layout, buffer_slots, holdings
 from ntpjax.mesh import AXIS, FlatMesh
-from ntpjax.packing import Partition, families_in
+from ntpjax.partition import Partition, families_in
 from ntpjax.plan import Move, exchange_of_moves, plan_moves
 
 PyTree = Any
@@ -71,11 +71,11 @@ class _FamilyPlan:
 
     @classmethod
     def of(cls, family: Family, old: FlatMesh, new: FlatMesh) -> "_FamilyPlan":
-        held_by = dict(zip(old.topology.devices, family.holdings(old.degrees).ranks, strict=True))
+        held_by = dict(zip(old.topology.devices, holdings(family, old.degrees).ranks, strict=True))
         have = Layout(tuple(held_by.get(device, ()) for device in new.topology.devices))
-        want = family.holdings(new.degrees)
+        want = holdings(family, new.degrees)
         moves = plan_moves(have, want, new.replica_of)
-        old_slots, new_slots = family.slots(old.degrees), family.slots(new.degrees)
+        old_slots, new_slots = buffer_slots(family, old.degrees), buffer_slots(family, new.degrees)
         tables = exchange_tables(exchange_of_moves(have, want, moves), old_slots, new_slots)
         return cls(moves, tables, old_slots, unchanged=have == want and old_slots == new_slots)
 

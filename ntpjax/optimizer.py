@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from ntpjax.layout import REPLICATED
-from ntpjax.packing import Partition
+from ntpjax.partition import Partition
 
 PyTree = Any
 

@@ -1,106 +1,24 @@
-"""How parameters are cut into units, and how units lie in the buffers of devices.
+"""How units lie in the buffers of devices.
 
-A `Partition` says which dimension of a parameter carries the units of which family. On the flat mesh the parameter is
-[num_devices, ...] with that dimension cut to the device's own slots: its units first, in layout order, then zeros, so
-that every device's part has the same shape. Zero padding is a fixed point of training: it never gets a gradient, and an
-elementwise optimizer leaves it zero.
+On the flat mesh a parameter is [num_devices, ...] with the dimension that carries its units cut to the device's own
+slots: its units first, in layout order, then zeros, so that every device's part has the same shape. Zero padding is a
+  fixed point
+of training: it never gets a gradient, and an elementwise optimizer leaves it zero.
 """
 
-import fnmatch
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntpjax.layout import REPLICATED, Family
+from ntpjax.layout import REPLICATED, Copied, Family, buffer_slots, holdings
 from ntpjax.mesh import FlatMesh
+from ntpjax.partition import Partition
 from ntpjax.plan import NoHolderError
 
 PyTree = Any
-ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Dimension `dim` carries units of `family`, `unit_size` elements each. By default: every rank holds the whole."""
-
-    family: Family = REPLICATED
-    dim: int = 0
-    unit_size: int = 1
-
-    def of_layer(self) -> "Partition":
-        """The partition of one layer of a parameter that is stacked over layers."""
-        return self if self.family == REPLICATED else Partition(self.family, self.dim - 1, self.unit_size)
-
-    def split(self, x: ArrayT) -> ArrayT:
-        """`x` with its units along a dimension of their own, at `dim`: [..., units, unit_size, ...]."""
-        if self.family == REPLICATED:
-            return x[None]
-        return x.reshape(*x.shape[: self.dim], -1, self.unit_size, *x.shape[self.dim + 1 :])
-
-    def join(self, x: ArrayT) -> ArrayT:
-        """The inverse of `split`."""
-        if self.family == REPLICATED:
-            return x.reshape(x.shape[1:])
-        return x.reshape(*x.shape[: self.dim], -1, *x.shape[self.dim + 2 :])
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """A key path of a pytree as "layers.ffn.gate"."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def partition_tree(params: PyTree, rules: Mapping[str, tuple[str, int, int]], nominal_tp: int) -> PyTree:
-    """A tree like `params` of the `Partition` of each leaf.
-
-    Args:
-      params: arrays, or anything with a `shape`.
-      rules: path pattern (such as "layers.*.gate") to (family name, dimension, unit size). Unmatched leaves are
-        replicated.
-      nominal_tp: degree of a healthy replica.
-
-    Raises:
-      ValueError: naming the parameter and the rule, for a rule that matches no parameter, two rules that match the same
-        one, a unit size that does not divide its dimension, or parameters of one family with different numbers of
-        units.
-    """
-    unused, families = set(rules), dict[str, Family]()
-
-    def partition(path: tuple[Any, ...], leaf: jax.Array) -> Partition:
-        name = path_name(path)
-        matching = [pattern for pattern in rules if fnmatch.fnmatchcase(name, pattern)]
-        unused.difference_update(matching)
-        if len(matching) > 1:
-            raise ValueError(f"parameter '{name}' is matched by the rules {matching}; exactly one may match.")
-        if not matching:
-            return Partition()
-        family_name, dim, unit_size = rules[matching[0]]
-        if not 0 <= dim < len(leaf.shape) or leaf.shape[dim] % unit_size:
-            raise ValueError(
-                f"rule '{matching[0]}': parameter '{name}' has shape {tuple(leaf.shape)}, but its dimension {dim} must "
-                f"be a whole number of units of `unit_size` (={unit_size}); change the rule or the parameter's size."
-            )
-        family = Family(family_name, leaf.shape[dim] // unit_size, nominal_tp)
-        known = families.setdefault(family_name, family)
-        if known != family:
-            raise ValueError(
-                f"parameter '{name}' has {family.num_units} units of family '{family_name}', others have "
-                f"{known.num_units}; give it a family of its own or another unit size."
-            )
-        return Partition(family, dim, unit_size)
-
-    tree = jax.tree_util.tree_map_with_path(partition, params)
-    if unused:
-        raise ValueError(f"rules {sorted(unused)} match no parameter; remove them or correct the pattern.")
-    return tree
-
-
-def families_in(partitions: PyTree) -> tuple[Family, ...]:
-    """The unit families that occur in a tree of partitions."""
-    return tuple(dict.fromkeys(part.family for part in jax.tree.leaves(partitions)))
 
 
 def pack(params: PyTree, partitions: PyTree, flat: FlatMesh) -> PyTree:
@@ -114,10 +32,10 @@ def pack(params: PyTree, partitions: PyTree, flat: FlatMesh) -> PyTree:
     """
 
     def pack_leaf(x: np.ndarray, part: Partition) -> jax.Array:
-        units, slots = part.split(np.asarray(x)), part.family.slots(flat.degrees)
+        units, slots = part.split(np.asarray(x)), buffer_slots(part.family, flat.degrees)
         local_shape = (*units.shape[: part.dim], slots, *units.shape[part.dim + 1 :])
         values = []
-        for held in part.family.holdings(flat.degrees).ranks:
+        for held in holdings(part.family, flat.degrees).ranks:
             value = np.zeros(local_shape, units.dtype)
             at_slots = (slice(None),) * part.dim + (slice(len(held)),)
             value[at_slots] = np.take(units, held, axis=part.dim)
@@ -159,10 +77,10 @@ def unpack(packed: PyTree, partitions: PyTree, flat: FlatMesh, positions: Sequen
 
 def _unit_sources(family: Family, flat: FlatMesh, positions: Sequence[int]) -> dict[int, dict[int, int]]:
     """For each position that is to be read, the units to take from it and their slots."""
-    holdings, wanted = family.holdings(flat.degrees).ranks, set(range(family.num_units))
+    held, wanted = holdings(family, flat.degrees).ranks, set(range(family.num_units))
     sources: dict[int, dict[int, int]] = {}
     for position in positions:
-        taken = {unit: slot for slot, unit in enumerate(holdings[position]) if unit in wanted}
+        taken = {unit: slot for slot, unit in enumerate(held[position]) if unit in wanted}
         if taken:
             sources[position] = taken
             wanted.difference_update(taken)
@@ -189,6 +107,24 @@ def unit_id_table(family: Family, degree: int, slots: int) -> np.ndarray:
     for rank, units in enumerate(family.compute_layout(degree).ranks):
         table[rank, : len(units)] = units
     return table
+
+
+def copy_slot_table(family: Copied, degree: int) -> np.ndarray | None:
+    """For each rank and each slot of the users, the slot of the unit that it needs, [degree, user slots] int32.
+
+    Padding points beyond the slots. None where unit slot `k` serves the `k`-th run of equally many user slots
+    everywhere.
+    """
+    units, users = family.compute_layout(degree), family.users.compute_layout(degree)
+    table = np.full((degree, users.slots), units.slots, np.int32)
+    for rank, (held, used_by) in enumerate(zip(units.ranks, users.ranks, strict=True)):
+        table[rank, : len(used_by)] = [held.index(user // family.users.group_size) for user in used_by]
+    run = users.slots // units.slots
+    in_order = np.arange(users.slots) // run
+    # A padding slot inside the run of a real unit would compute something: there the table is needed.
+    held_slots = np.array([len(held) for held in units.ranks])[:, None]
+    regular = np.where(in_order < held_slots, in_order, units.slots)
+    return None if users.slots == run * units.slots and (table == regular).all() else table
 
 
 def gather_units(x: jax.Array, slots: jax.Array, axis: int) -> jax.Array:

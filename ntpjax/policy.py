@@ -64,7 +64,7 @@ def needed_speedup(shares: Mapping[Family, float], degree: int, nominal_tp: int)
     Args:
       shares: the part of a healthy step's time that the work on each family takes; they sum to 1.
 
-    >>> shares = {Family("kv", 8, nominal_tp=8): 0.25, Family("ffn", 224, nominal_tp=8): 0.75}
+    >>> shares = {Split("kv", 8, nominal_tp=8): 0.25, Split("ffn", 224, nominal_tp=8): 0.75}
     >>> round(needed_speedup(shares, 7, 8), 3)  # attention does twice the work, FFN 32 blocks for 28
     1.357
     """

@@ -30,9 +30,10 @@ from ntpjax.collectives import (
     sum_bits,
     sum_values,
 )
-from ntpjax.layout import REPLICATED, Family
+from ntpjax.layout import REPLICATED, Copied, Family, buffer_slots
 from ntpjax.mesh import AXIS, FlatMesh
-from ntpjax.packing import families_in, narrow, unit_id_table
+from ntpjax.packing import copy_slot_table, narrow, unit_id_table
+from ntpjax.partition import families_in
 from ntpjax.plan import exchange
 
 PyTree = Any
@@ -146,7 +147,7 @@ class Replicas:
 
     def _replica(self, degree: int, rank: jax.Array) -> Replica:
         tables = self._tables[degree]
-        tp = TensorParallel(rank, degree, self.flat.tp_groups, tables.unit_ids)
+        tp = TensorParallel(rank, degree, self.flat.tp_groups, tables.unit_ids, tables.copy_slots)
         return Replica(tp, tables.pre_sync, tables.post_sync)
 
 
@@ -154,19 +155,21 @@ class _Tables(NamedTuple):
     """Index arrays of a replica of one degree, for each unit family; families that need no reshard are left out."""
 
     unit_ids: dict[str, np.ndarray]
+    copy_slots: dict[str, np.ndarray | None]
     pre_sync: dict[Family, ExchangeTables]
     post_sync: dict[Family, ExchangeTables]
 
 
 def _tables(flat: FlatMesh, families: tuple[Family, ...], degree: int) -> _Tables:
-    tables = _Tables({}, {}, {})
+    tables = _Tables({}, {}, {}, {})
     for family in families:
         compute, sync = family.compute_layout(degree), family.sync_layout(degree, flat.sync_degree)
         tables.unit_ids[family.name] = unit_id_table(family, degree, compute.slots)
+        if isinstance(family, Copied):
+            tables.copy_slots[family.name] = copy_slot_table(family, degree)
         if compute != sync:
-            slots = family.slots(flat.degrees)
-            # A copied unit's gradient is partial on each holder, that of a replicated parameter is whole.
-            to_sync = exchange(compute, sync, add_copies=family != REPLICATED)
+            slots = buffer_slots(family, flat.degrees)
+            to_sync = exchange(compute, sync, add_copies=family.add_copies)
             tables.pre_sync[family] = exchange_tables(to_sync, slots, slots)
             tables.post_sync[family] = exchange_tables(exchange(sync, compute), slots, slots)
     return tables
@@ -253,7 +256,7 @@ def make_init(
     """
     tables = {
         family.name: np.concatenate(
-            [unit_id_table(family, degree, family.slots(flat.degrees)) for degree in flat.degrees]
+            [unit_id_table(family, degree, buffer_slots(family, flat.degrees)) for degree in flat.degrees]
         )
         for family in families_in(partitions)
     }
