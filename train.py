@@ -29,7 +29,7 @@ from ntpjax.exit_codes import ExitCode
 from ntpjax.job import Job, Services, fresh_state, restored_state
 from ntpjax.layout import REPLICATED, Family
 from ntpjax.metrics import MetricsFile
-from ntpjax.optimizer import adamw, require_elementwise, state_partitions, warmup_cosine
+from ntpjax.optimizer import adamw, warmup_cosine
 from ntpjax.partition import partition_tree
 from ntpjax.policy import split_batch
 from ntpjax.records import Note, Record, Sink
@@ -47,6 +47,7 @@ from ntpjax.sections import (
 from ntpjax.text import ByteTokenizer, sotu_files, text_files, tokenize
 from ntpjax.topology import Topology
 from ntpjax.trainer import Trained, train
+from ntpjax.training import Training
 
 
 class Config(Section):
@@ -217,15 +218,9 @@ def make_job(config: Config, tokens: Tokens) -> Job:
     optimizer = adamw(
         schedule, partitions, b1=settings.b1, b2=settings.b2, eps=settings.eps, weight_decay=settings.weight_decay
     )
-    require_elementwise(optimizer, shapes)
     return Job(
-        model=model,
-        partitions=partitions,
-        optimizer=optimizer,
-        opt_partitions=state_partitions(optimizer, shapes, partitions),
+        training=Training.of(model, shapes, partitions, optimizer, clip_norm=settings.clip_norm),
         schedule=schedule,
-        clip_norm=settings.clip_norm,
-        devices=tuple(jax.devices()),
         order=tokens.training,
         held_out=tokens.held_out,
         batch_size=config.batch.size,
@@ -243,9 +238,9 @@ def make_job(config: Config, tokens: Tokens) -> Job:
 
 def _shares(job: Job) -> dict[Family, float]:
     """The part of a layer's matmul work that falls to each unit family: its part of the layer's weights."""
-    layers = job.state_shapes()["params"]["layers"]
+    layers, partitions = (tree["params"]["layers"] for tree in (job.training.shapes, job.training.partitions))
     sizes: dict[Family, int] = {}
-    for leaf, part in zip(jax.tree.leaves(layers), jax.tree.leaves(job.partitions["layers"]), strict=True):
+    for leaf, part in zip(jax.tree.leaves(layers), jax.tree.leaves(partitions), strict=True):
         if part.family != REPLICATED:
             sizes[part.family] = sizes.get(part.family, 0) + leaf.size
     return {family: size / sum(sizes.values()) for family, size in sizes.items()}

@@ -18,9 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ntpjax.config import load
 from ntpjax.describe import describe
-from ntpjax.packing import unpack
 from ntpjax.records import Record, StepDone, TopologyChanged
-from train import Config, Trained, make_job, read_tokens, run, set_up_jax
+from train import Config, Trained, read_tokens, run, set_up_jax
 
 NUM_STEPS = 60
 LOSSES = ("step=8 replica=1 rank=1", "step=17 replica=0 rank=3", "step=26 replica=1 rank=0")
@@ -46,7 +45,7 @@ class Recorder:
 
 def train_once(
     path: Path, run_dir: Path, losses: tuple[str, ...], returns: tuple[str, ...]
-) -> tuple[Config, Trained, Recorder]:
+) -> tuple[Trained, Recorder]:
     overrides = [
         f"run.dir={run_dir}",
         f"run.steps={NUM_STEPS}",
@@ -57,13 +56,13 @@ def train_once(
     ]
     config, recorder = load(Config, path, overrides), Recorder()
     set_up_jax(config.run)
-    return config, run(config, read_tokens(config.data, config.run.seed), recorder), recorder
+    return run(config, read_tokens(config.data, config.run.seed), recorder), recorder
 
 
-def replicas_differ(config: Config, trained: Trained) -> bool:
+def replicas_differ(trained: Trained) -> bool:
     """Whether any replica's parameters or optimizer state differ from the first one's in any bit."""
-    job, state = make_job(config, read_tokens(config.data, config.run.seed)), trained.state
-    first, *others = (unpack(state.trees(), job.state_partitions, state.flat, group) for group in state.flat.tp_groups)
+    arrays, generation = trained.state.arrays, trained.state.generation
+    first, *others = (generation.gather(arrays, group) for group in generation.flat.tp_groups)
     same = [jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), first, other) for other in others]
     return not all(jax.tree.leaves(same))
 
@@ -73,13 +72,13 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path(__file__).parent.parent / "configs" / "demo.yaml")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        _, _, calm = train_once(args.config, Path(folder, "calm"), (), ())
-        config, trained, rough = train_once(args.config, Path(folder, "rough"), LOSSES, RETURNS)
+        _, calm = train_once(args.config, Path(folder, "calm"), (), ())
+        trained, rough = train_once(args.config, Path(folder, "rough"), LOSSES, RETURNS)
     assert [step.step for step in calm.steps] == list(range(1, NUM_STEPS + 1)), "the calm run has other steps"
     ids = "identical" if [s.sample_ids for s in calm.steps] == [s.sample_ids for s in rough.steps] else "different"
     pairs = zip(calm.steps, rough.steps, strict=True)
     difference = float(np.max([abs(a.loss - b.loss) for a, b in pairs]))
-    if replicas_differ(config, trained):
+    if replicas_differ(trained):
         sys.exit("the replicas of the run with failures are not bit-equal at the end")
     print(f"loss {calm.steps[0].loss:.4f} -> {calm.steps[-1].loss:.4f}; replicas bit-equal at the end")
     lost_steps = trained.ended.num_lost_steps

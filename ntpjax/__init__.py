@@ -25,6 +25,7 @@ from ntpjax.step import (
     make_optimizer_init,
 )
 from ntpjax.topology import Topology
+from ntpjax.training import Generation, Training
 
 __all__ = [
     "REPLICATED",
@@ -34,6 +35,7 @@ __all__ = [
     "Copied",
     "Family",
     "FlatMesh",
+    "Generation",
     "Layout",
     "Model",
     "Move",
@@ -45,6 +47,7 @@ __all__ = [
     "StepSums",
     "TensorParallel",
     "Topology",
+    "Training",
     "flat_mesh",
     "make_apply_step",
     "make_eval_step",

@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Literal
 
 from ntpjax.exit_codes import ExitCode
-from ntpjax.job import Generation, Job, Services, TrainState, restored_state, save_and_wait, start_generation
-from ntpjax.mesh import flat_mesh
-from ntpjax.move import Moved, move_state
+from ntpjax.job import Job, Running, Services, TrainState, restored_state, save_and_wait, start_running
+from ntpjax.move import Moved
 from ntpjax.plan import NoHolderError
 from ntpjax.records import TopologyChanged
 from ntpjax.topology import Topology
@@ -38,10 +37,10 @@ class TrainingStoppedError(Exception):
 
 
 def take_back(
-    job: Job, state: TrainState, generation: Generation, returned: tuple[int, ...], services: Services
-) -> tuple[TrainState, Generation]:
+    job: Job, state: TrainState, running: Running, returned: tuple[int, ...], services: Services
+) -> tuple[TrainState, Running]:
     """Lost devices are part of their replicas again."""
-    topology, changes = state.flat.topology, []
+    topology, changes = state.topology, []
     for replica in returned:
         before = topology
         topology = topology.restore(replica)
@@ -49,14 +48,14 @@ def take_back(
         rank = topology.replicas[replica].index(device) if device in topology.replicas[replica] else None
         where = f"as rank {rank} of" if rank is not None else "as a spare, beside"
         changes.append(f"device {device} is back {where} replica {replica}")
-    return _change(job, state, generation, topology, "return", changes, services)
+    return _change(job, state, running, topology, "return", changes, services)
 
 
 def recover(
-    job: Job, state: TrainState, generation: Generation, failure: DevicesLostError, services: Services
-) -> tuple[TrainState, Generation]:
+    job: Job, state: TrainState, running: Running, failure: DevicesLostError, services: Services
+) -> tuple[TrainState, Running]:
     """The state on the devices that are left; the step that failed was not applied and is done again."""
-    topology, changes = state.flat.topology, []
+    topology, changes = state.topology, []
     for replica, rank in failure.lost:
         changes.append(f"replica {replica} lost rank {rank} (device {topology.replicas[replica][rank]})")
         topology = topology.lose(replica, rank).use_spares()
@@ -68,39 +67,39 @@ def recover(
             "start again with more devices or a lower tp_min",
             ExitCode.BELOW_TP_MIN,
         )
-    return _change(job, state, generation, topology, "loss", changes, services)
+    return _change(job, state, running, topology, "loss", changes, services)
 
 
 def _change(
     job: Job,
     state: TrainState,
-    generation: Generation,
+    running: Running,
     topology: Topology,
     reason: Literal["loss", "return"],
     changes: list[str],
     services: Services,
-) -> tuple[TrainState, Generation]:
-    """State and generation on another topology: from live devices, or else from the newest checkpoint."""
-    generation.stream.close()
+) -> tuple[TrainState, Running]:
+    """State and programs on another topology: from live devices, or else from the newest checkpoint."""
+    running.stream.close()
     phases_s: dict[str, float] = {}
-    old, flat, step = state.flat, flat_mesh(topology, job.devices), state.step + 1
+    old, generation, step = state.topology, job.training.on(topology), state.step + 1
     rolled_back_to = None
     try:
         with _timed(phases_s, "reshard"):
-            trees, moved = move_state(state.trees(), job.state_partitions, old, flat)
-            state = replace(state, flat=flat, **trees)
+            arrays, moved = generation.take(state.arrays, state.generation)
+            state = replace(state, arrays=arrays, generation=generation)
     except NoHolderError as error:
         with _timed(phases_s, "restore"):
             state = _newest_checkpoint(job, topology, changes, error, services)
             moved, rolled_back_to = Moved(0, 0, "checkpoint"), state.step
     with _timed(phases_s, "compile"):
-        generation = start_generation(job, state, services)
+        running = start_running(job, state, services)
     services.emit(
         TopologyChanged(
             step=step,
             reason=reason,
             changes=tuple(changes),
-            degrees_before=old.topology.degrees,
+            degrees_before=old.degrees,
             degrees_after=topology.degrees,
             num_units_moved=moved.num_units,
             num_bytes_moved=moved.num_bytes,
@@ -109,7 +108,7 @@ def _change(
             rolled_back_to=rolled_back_to,
         )
     )
-    return state, generation
+    return state, running
 
 
 @contextmanager
@@ -133,7 +132,7 @@ def _newest_checkpoint(
 
 def _save_survivors(job: Job, state: TrainState, topology: Topology, services: Services) -> str:
     """Saves from the devices that are left, if they hold everything; returns what was done."""
-    left = [position for position, device in enumerate(state.flat.topology.devices) if device in topology.devices]
+    left = [position for position, device in enumerate(state.topology.devices) if device in topology.devices]
     try:
         save_and_wait(job, state, services, left)
     except NoHolderError as error:

@@ -15,17 +15,7 @@ import numpy as np
 from ntpjax.checkpoint import CheckpointError
 from ntpjax.data import batch_at
 from ntpjax.exit_codes import ExitCode
-from ntpjax.job import (
-    Generation,
-    Job,
-    Services,
-    TrainState,
-    on_devices,
-    report_saved,
-    save,
-    save_and_wait,
-    start_generation,
-)
+from ntpjax.job import Job, Running, Services, TrainState, report_saved, rows_of, save, save_and_wait, start_running
 from ntpjax.mesh import FlatMesh
 from ntpjax.records import Evaluated, RunEnded, RunStarted, StepDone
 from ntpjax.recovery import DevicesLostError, TrainingStoppedError, recover, take_back
@@ -57,17 +47,17 @@ def train(job: Job, state: TrainState, services: Services, *, resumed_from: str 
 
     Saves at the end, and before it stops for a reason that leaves the state whole.
     """
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(job.state_shapes()["params"]))
-    topology = state.flat.topology
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(job.training.shapes["params"]))
+    topology = state.topology
     services.emit(
         RunStarted(state.step, job.num_steps, topology.degrees, topology.nominal_tp, num_parameters, resumed_from)
     )
-    tally, generation = Tally(time.monotonic()), None
+    tally, running = Tally(time.monotonic()), None
     reason, exit_code = "all steps done", ExitCode.DONE
     try:
         while state.step < job.num_steps:
-            generation = generation or start_generation(job, state, services)
-            state, generation, tally = _advance(job, state, generation, tally, services)
+            running = running or start_running(job, state, services)
+            state, running, tally = _advance(job, state, running, tally, services)
         report_saved(services, services.checkpoints.wait())
         if services.checkpoints.latest_step() != state.step:
             save_and_wait(job, state, services)
@@ -76,38 +66,38 @@ def train(job: Job, state: TrainState, services: Services, *, resumed_from: str 
     except CheckpointError as error:
         reason, exit_code = f"{error}; free or repair that folder and start again", ExitCode.CHECKPOINT_FAILED
     finally:
-        if generation is not None:
-            generation.stream.close()
+        if running is not None:
+            running.stream.close()
     ended = _summary(job, state, tally, reason, exit_code)
     services.emit(ended)
     return Trained(state, ended)
 
 
 def _advance(
-    job: Job, state: TrainState, generation: Generation, tally: Tally, services: Services
-) -> tuple[TrainState, Generation, Tally]:
+    job: Job, state: TrainState, running: Running, tally: Tally, services: Services
+) -> tuple[TrainState, Running, Tally]:
     """One step done, or one failure dealt with."""
     returned = services.failures.returned(state.step + 1)
     if returned:
-        state, generation = take_back(job, state, generation, returned, services)
+        state, running = take_back(job, state, running, returned, services)
         tally = replace(tally, num_returns=tally.num_returns + len(returned))
     try:
-        state, done, step_times_s = _train_step(job, state, generation, services)
+        state, done, step_times_s = _train_step(job, state, running, services)
     except DevicesLostError as failure:
         step = state.step
-        state, generation = recover(job, state, generation, failure, services)
+        state, running = recover(job, state, running, failure, services)
         num_losses, num_lost_steps = tally.num_losses + len(failure.lost), tally.num_lost_steps + step - state.step
-        return state, generation, replace(tally, num_losses=num_losses, num_lost_steps=num_lost_steps)
+        return state, running, replace(tally, num_losses=num_losses, num_lost_steps=num_lost_steps)
     services.emit(done)
-    services.hook.between_steps(state.step, state.flat.topology, step_times_s)
+    services.hook.between_steps(state.step, state.topology, step_times_s)
     if _due(job.eval_every, state.step, job.num_steps):
-        services.emit(_evaluate(job, state, generation))
+        services.emit(_evaluate(job, state, running))
     report_saved(services, services.checkpoints.saved())
     if job.checkpoint_every and state.step % job.checkpoint_every == 0:
         save(job, state, services)
     first_loss = done.loss if tally.first_loss is None else tally.first_loss
     num_tokens = tally.num_tokens + done.num_tokens
-    return state, generation, replace(tally, first_loss=first_loss, last_loss=done.loss, num_tokens=num_tokens)
+    return state, running, replace(tally, first_loss=first_loss, last_loss=done.loss, num_tokens=num_tokens)
 
 
 def _due(every: int, step: int, num_steps: int) -> bool:
@@ -115,13 +105,13 @@ def _due(every: int, step: int, num_steps: int) -> bool:
 
 
 def _train_step(
-    job: Job, state: TrainState, generation: Generation, services: Services
+    job: Job, state: TrainState, running: Running, services: Services
 ) -> tuple[TrainState, StepDone, dict[int, float]]:
     """Local gradients and their sums, commit, update."""
     started = time.monotonic()
-    batch = next(generation.stream)
-    grads, sums = generation.grad_step(state.params, on_devices(state.flat, batch))
-    step_times_s = _wait(state.flat, sums, started)
+    programs, batch = running.programs, next(running.stream)
+    grads, sums = programs.grad_step(state.arrays["params"], programs.batch(rows_of(batch)))
+    step_times_s = _wait(programs.flat, sums, started)
     lost = services.failures.lost(state.step + 1)
     if lost:
         raise DevicesLostError(lost)
@@ -132,7 +122,8 @@ def _train_step(
             "lower optimizer.learning_rate, or look at the text of that batch",
             ExitCode.BAD_NUMBERS,
         )
-    params, opt_state = generation.apply_step(state.params, state.opt_state, grads, sums)
+    params, opt_state = programs.apply_step(state.arrays["params"], state.arrays["opt_state"], grads, sums)
+    arrays = {"params": params, "opt_state": opt_state}
     done = StepDone(
         step=state.step + 1,
         loss=sums.mean_loss(),
@@ -141,11 +132,11 @@ def _train_step(
         num_tokens=int(sums.weight),
         samples_seen=batch.samples_seen_after,
         step_time_s=time.monotonic() - started,
-        degrees=state.flat.topology.degrees,
-        rows=generation.rows,
+        degrees=state.topology.degrees,
+        rows=running.rows,
         sample_ids=batch.sample_ids,
     )
-    return TrainState(state.step + 1, batch.samples_seen_after, state.flat, params, opt_state), done, step_times_s
+    return TrainState(state.step + 1, batch.samples_seen_after, arrays, state.generation), done, step_times_s
 
 
 def _wait(flat: FlatMesh, sums: StepSums, started: float) -> dict[int, float]:
@@ -159,17 +150,18 @@ def _wait(flat: FlatMesh, sums: StepSums, started: float) -> dict[int, float]:
     return step_times_s
 
 
-def _evaluate(job: Job, state: TrainState, generation: Generation) -> Evaluated:
+def _evaluate(job: Job, state: TrainState, running: Running) -> Evaluated:
     """Mean loss over the first `eval_samples` held-out samples of their fixed order."""
     started = time.monotonic()
-    num_samples, chunk = min(job.eval_samples, job.held_out.num_samples), sum(generation.rows)
+    num_samples, chunk = min(job.eval_samples, job.held_out.num_samples), sum(running.rows)
     loss = weight = 0.0
     for start in range(0, num_samples, chunk):
-        batch = batch_at(job.held_out, samples_seen=start, rows=generation.rows)
+        batch = batch_at(job.held_out, samples_seen=start, rows=running.rows)
         # The last chunk may be too long: what is beyond counts nothing.
         counted = np.zeros_like(batch.weights)
         counted.ravel()[np.flatnonzero(batch.weights)[: num_samples - start]] = 1
-        sums = generation.eval_step(state.params, on_devices(state.flat, replace(batch, weights=counted)))
+        rows = running.programs.batch(rows_of(replace(batch, weights=counted)))
+        sums = running.programs.eval_step(state.arrays["params"], rows)
         loss, weight = loss + float(sums[0]), weight + float(sums[1])
     return Evaluated(state.step, loss / weight, int(weight), time.monotonic() - started)
 
