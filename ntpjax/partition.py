@@ -62,7 +62,7 @@ class Rule(NamedTuple):
     copied_with: str | None = None
 
 
-def partition_tree(params: PyTree, rules: Mapping[str, Rule | tuple[Any, ...]], nominal_tp: int) -> PyTree:
+def partition_tree(params: PyTree, rules: Mapping[str, tuple[Any, ...]], nominal_tp: int) -> PyTree:
     """A tree like `params` of the `Partition` of each leaf.
 
     Args:

@@ -22,9 +22,10 @@ from ntpjax.collectives import (
     sum_bits,
     sum_values,
 )
-from ntpjax.layout import Family, Layout
+from ntpjax.layout import Family, Layout, Split, buffer_slots
 from ntpjax.mesh import AXIS, FlatMesh, flat_mesh
-from ntpjax.packing import Partition, unit_id_table
+from ntpjax.packing import unit_id_table
+from ntpjax.partition import Partition
 from ntpjax.plan import Exchange, exchange
 from ntpjax.topology import Topology
 
@@ -50,7 +51,7 @@ def on_mesh(flat: FlatMesh, function: Callable[..., PyTree]) -> jax.stages.Wrapp
 def tensor_parallel(flat: FlatMesh) -> TensorParallel:
     """The handle of this device; to be called inside `on_mesh`."""
     rank = jnp.asarray(flat.ranks, jnp.int32)[lax.axis_index(AXIS)]
-    return TensorParallel(rank, flat.sync_degree, flat.tp_groups, {})
+    return TensorParallel(rank, flat.sync_degree, flat.tp_groups, {}, {})
 
 
 def sums_over(flat: FlatMesh, values: np.ndarray) -> np.ndarray:
@@ -102,12 +103,12 @@ def test_the_largest_value_is_found_in_each_group_and_has_no_gradient():
 
 def test_each_rank_knows_the_units_in_its_slots():
     flat = mesh_of((4, 3))
-    family = Family("heads", 5, 4)
+    family = Split("heads", 5, 4)
     table = unit_id_table(family, degree=3, slots=3)
 
     def local(_: jax.Array) -> jax.Array:
         rank = jnp.asarray(flat.ranks, jnp.int32)[lax.axis_index(AXIS)]
-        return TensorParallel(rank, 3, flat.tp_groups, {"heads": table}).unit_ids("heads")
+        return TensorParallel(rank, 3, flat.tp_groups, {"heads": table}, {}).unit_ids("heads")
 
     ids = on_mesh(flat, local)(np.zeros(7))
     assert ids.dtype == np.int32
@@ -196,7 +197,7 @@ def test_index_tables_read_zeros_for_whatever_is_not_there():
     assert tables.take.tolist() == [[0, 4, nothing], [5, nothing, nothing]]
 
 
-OTHER = Family("other", 4, nominal_tp=5)
+OTHER = Split("other", 4, nominal_tp=5)
 
 
 def partitions_of(family: Family) -> dict[str, Partition]:
@@ -266,12 +267,12 @@ def assert_trees_equal(actual: PyTree, expected: Tree) -> None:
 
 @pytest.mark.parametrize(("degrees", "num_units"), [((4, 3), 11), ((4, 3, 1), 6), ((3, 3, 2), 2), ((5,), 7)])
 def test_units_go_from_compute_to_sync_layout_and_back(degrees: tuple[int, ...], num_units: int):
-    flat, family = mesh_of(degrees), Family("units", num_units, nominal_tp=5)
+    flat, family = mesh_of(degrees), Split("units", num_units, nominal_tp=5)
     compute = {degree: family.compute_layout(degree) for degree in degrees}
     sync = {degree: family.sync_layout(degree, flat.sync_degree) for degree in degrees}
     compute_ranks = [units for degree in degrees for units in compute[degree].ranks]
     sync_ranks = [units for degree in degrees for units in sync[degree].ranks]
-    slots = family.slots(degrees)
+    slots = buffer_slots(family, degrees)
     # Each replica has values of its own: nothing is summed over replicas here.
     trees = [
         tree for tree, degree in zip(random_trees(family, len(degrees)), degrees, strict=True) for _ in range(degree)
@@ -285,7 +286,7 @@ def test_units_go_from_compute_to_sync_layout_and_back(degrees: tuple[int, ...],
 
 
 def test_copied_units_are_summed_on_the_way_to_the_sync_layout_and_all_holders_get_the_sum():
-    flat, family = mesh_of((4, 3)), Family("units", 2, nominal_tp=4)
+    flat, family = mesh_of((4, 3)), Split("units", 2, nominal_tp=4)
     # Two KV heads that several ranks need: of degree 4 each has two holders, of degree 3 rank 1 holds both.
     compute = {4: Layout(((0,), (0,), (1,), (1,))), 3: Layout(((0,), (0, 1), (1,)))}
     sync = {degree: family.sync_layout(degree, 3) for degree in (4, 3)}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntpjax.layout import REPLICATED, Family, Layout, even_blocks, nested_layout
+from ntpjax.layout import REPLICATED, Layout, Split, buffer_slots, even_blocks, holdings, nested_layout
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -153,12 +153,12 @@ def test_holders_are_listed_lowest_rank_first():
 
 
 def test_a_family_computes_in_the_chain_of_its_nominal_tp():
-    family = Family("heads", 12, nominal_tp=5)
+    family = Split("heads", 12, nominal_tp=5)
     assert [family.compute_layout(degree) for degree in range(1, 6)] == chain(5, 12)
 
 
 def test_a_sync_layout_has_every_unit_on_the_core_ranks_and_none_on_extra_ranks():
-    family = Family("heads", 12, nominal_tp=5)
+    family = Split("heads", 12, nominal_tp=5)
     for degree in range(1, 6):
         for sync_degree in range(1, degree + 1):
             sync = family.sync_layout(degree, sync_degree)
@@ -170,18 +170,18 @@ def test_a_sync_layout_has_every_unit_on_the_core_ranks_and_none_on_extra_ranks(
 def test_what_is_replicated_is_one_unit_on_every_rank_or_on_every_core_rank():
     assert REPLICATED.compute_layout(3).ranks == ((0,), (0,), (0,))
     assert REPLICATED.sync_layout(3, 2).ranks == ((0,), (0,), ())
-    assert REPLICATED.slots((8, 7)) == 1
+    assert buffer_slots(REPLICATED, (8, 7)) == 1
 
 
 def test_holdings_are_those_of_one_replica_after_the_other():
-    family = Family("heads", 5, nominal_tp=4)
-    assert family.holdings((4, 2)).ranks == (*family.compute_layout(4).ranks, *family.compute_layout(2).ranks)
+    family = Split("heads", 5, nominal_tp=4)
+    assert holdings(family, (4, 2)).ranks == (*family.compute_layout(4).ranks, *family.compute_layout(2).ranks)
 
 
 def test_a_buffer_has_slots_for_the_smallest_degree():
-    family = Family("heads", 17, nominal_tp=8)
-    assert family.slots((8,)) == 3
-    assert family.slots((8, 7, 3, 7)) == 6
+    family = Split("heads", 17, nominal_tp=8)
+    assert buffer_slots(family, (8,)) == 3
+    assert buffer_slots(family, (8, 7, 3, 7)) == 6
 
 
 # -- even blocks ----------------------------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from ntpjax.layout import Family
+from ntpjax.layout import Split
 from ntpjax.mesh import flat_mesh
 from ntpjax.optimizer import adamw, require_elementwise, state_partitions, warmup_cosine
-from ntpjax.packing import Partition, pack, unpack
+from ntpjax.packing import pack, unpack
+from ntpjax.partition import Partition
 from ntpjax.topology import Topology
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,9 +26,9 @@ SHAPES = {
     "table": jax.ShapeDtypeStruct((17, 8), np.float32),
 }
 PARTITIONS = {
-    "gate": Partition(Family("ffn", 6, nominal_tp=4), 1, 2),
+    "gate": Partition(Split("ffn", 6, nominal_tp=4), 1, 2),
     "norm": Partition(),
-    "table": Partition(Family("vocab", 17, nominal_tp=4), 0, 1),
+    "table": Partition(Split("vocab", 17, nominal_tp=4), 0, 1),
 }
 
 
@@ -152,7 +153,7 @@ CHECKED = {"matrix": jax.ShapeDtypeStruct((6, 8), np.float32), "vector": jax.Sha
 ELEMENTWISE: dict[str, MakeOptimizer] = {
     "adamw of ntpjax": lambda: adamw(
         optax.cosine_decay_schedule(0.1, 10),
-        {"matrix": Partition(Family("ffn", 6, nominal_tp=4)), "vector": Partition()},
+        {"matrix": Partition(Split("ffn", 6, nominal_tp=4)), "vector": Partition()},
         b1=0.9,
         b2=0.95,
         eps=1e-8,

@@ -8,18 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ntpjax.layout import REPLICATED, Family
+from ntpjax.layout import REPLICATED, Split, holdings
 from ntpjax.mesh import FlatMesh, flat_mesh
-from ntpjax.packing import (
-    Partition,
-    families_in,
-    gather_units,
-    narrow,
-    pack,
-    partition_tree,
-    unit_id_table,
-    unpack,
-)
+from ntpjax.packing import gather_units, narrow, pack, unit_id_table, unpack
+from ntpjax.partition import Partition, families_in, partition_tree
 from ntpjax.plan import NoHolderError
 from ntpjax.topology import Topology
 
@@ -28,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 DEGREES = [(4, 3), (1, 4, 2), (3, 0, 3), (5,), (8,), (1,)]
 
 # Parameter to (shape, type, partition). Unit counts fit no degree; 'few' leaves ranks empty.
-VOCAB, FEW, FFN, HEADS = Family("vocab", 19, 8), Family("few", 2, 8), Family("ffn", 5, 8), Family("heads", 7, 8)
+VOCAB, FEW, FFN, HEADS = Split("vocab", 19, 8), Split("few", 2, 8), Split("ffn", 5, 8), Split("heads", 7, 8)
 CASES: dict[str, tuple[tuple[int, ...], Any, Partition]] = {
     "rows": ((19, 3), np.float32, Partition(VOCAB, 0, 1)),
     "blocks": ((6, 2, 3), jnp.bfloat16, Partition(FEW, 0, 3)),
@@ -98,7 +90,7 @@ def test_each_position_has_its_units_in_layout_order_then_zeros(degrees: tuple[i
             assert all(value.tobytes() == params[name].tobytes() for value in parts_of(array))
             continue
         logical = np.moveaxis(params[name], part.dim, 0)
-        for value, units in zip(parts_of(array), part.family.holdings(flat.degrees).ranks, strict=True):
+        for value, units in zip(parts_of(array), holdings(part.family, flat.degrees).ranks, strict=True):
             value = np.moveaxis(value, part.dim, 0)
             rows = [unit * part.unit_size + row for unit in units for row in range(part.unit_size)]
             assert value[: len(rows)].tobytes() == logical[rows].tobytes(), name
@@ -119,7 +111,7 @@ def test_scalars_and_replicated_arrays_are_whole_on_every_device():
 )
 def test_seventeen_rows_are_really_sharded_to_the_slots_of_the_smallest_degree(degrees: tuple[int, ...], slots: int):
     flat = mesh_of(degrees)
-    part = Partition(Family("vocab", 17, nominal_tp=8), 0, 1)
+    part = Partition(Split("vocab", 17, nominal_tp=8), 0, 1)
     array = pack(np.ones((17, 2), np.float32), part, flat)
     assert array.shape == (flat.num_devices, slots, 2)
     assert not array.sharding.is_fully_replicated or flat.num_devices == 1
@@ -134,13 +126,13 @@ def test_seventeen_rows_are_really_sharded_to_the_slots_of_the_smallest_degree(d
 
 def test_two_heads_on_four_devices_leave_two_of_them_with_padding_only():
     flat = mesh_of((4,))
-    array = pack(np.ones((2, 3), np.float32), Partition(Family("heads", 2, 4), 0, 1), flat)
+    array = pack(np.ones((2, 3), np.float32), Partition(Split("heads", 2, 4), 0, 1), flat)
     assert [value.tolist() for value in parts_of(array)] == [[[1, 1, 1]], [[1, 1, 1]], [[0, 0, 0]], [[0, 0, 0]]]
 
 
 @pytest.mark.parametrize(("num_rows", "degrees"), [(257, (2, 3, 8, 7)), (65535, (8, 7))])
 def test_an_odd_vocabulary_goes_from_degree_to_degree_unpadded(num_rows: int, degrees: tuple[int, ...]):
-    part = Partition(Family("vocab", num_rows, 8), 0, 1)
+    part = Partition(Split("vocab", num_rows, 8), 0, 1)
     logical = random_bits((num_rows, 2), np.float32, seed=0)
     value = logical
     for degree in degrees:
@@ -154,11 +146,11 @@ def test_an_odd_vocabulary_goes_from_degree_to_degree_unpadded(num_rows: int, de
 
 def test_unpack_reads_only_the_given_positions():
     flat, part = mesh_of((4, 3)), Partition(VOCAB, 0, 1)
-    holdings = VOCAB.holdings(flat.degrees).ranks
+    held = holdings(VOCAB, flat.degrees).ranks
     logical = random_bits((19, 3), np.float32, seed=1)
     values = parts_of(pack(logical, part, flat))
     # Ranks 1 to 3 of replica 0 and the rank of replica 1 that has what rank 0 held; the others hold rubbish now.
-    assert set(holdings[0]) <= set(holdings[4])
+    assert set(held[0]) <= set(held[4])
     readable = (1, 4, 3, 2)
     rubbish = np.full_like(values[0], 1e30)
     array = flat.place([value if p in readable else rubbish for p, value in enumerate(values)])
@@ -166,9 +158,9 @@ def test_unpack_reads_only_the_given_positions():
 
 
 def test_positions_that_do_not_hold_every_unit_are_refused_with_the_missing_units():
-    flat, part = mesh_of((4, 3)), Partition(Family("heads", 12, 4), 0, 1)
+    flat, part = mesh_of((4, 3)), Partition(Split("heads", 12, 4), 0, 1)
     packed = pack(np.ones((12, 2), np.float32), part, flat)
-    assert part.family.holdings(flat.degrees).ranks[:5] == ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (0, 1, 2, 9))
+    assert holdings(part.family, flat.degrees).ranks[:5] == ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (0, 1, 2, 9))
     with pytest.raises(NoHolderError, match=r"^no live device holds units \(6, 7, 8, 10, 11\)$") as caught:
         unpack(packed, part, flat, (4, 1, 0))
     assert caught.value.units == (6, 7, 8, 10, 11)
@@ -206,9 +198,9 @@ SHAPES = {
 
 def test_rules_find_parameters_by_pattern_and_the_others_are_replicated():
     partitions = partition_tree(SHAPES, {"layers.[gu]*": ("ffn", 1, 4), "*.table": ("vocab", 0, 1)}, 8)
-    ffn = Family("ffn", 3, 8)
+    ffn = Split("ffn", 3, 8)
     assert partitions == {
-        "ends": {"table": Partition(Family("vocab", 257, 8), 0, 1)},
+        "ends": {"table": Partition(Split("vocab", 257, 8), 0, 1)},
         "layers": {"gate": Partition(ffn, 1, 4), "up": Partition(ffn, 1, 4), "norm": Partition()},
     }
 
@@ -240,8 +232,8 @@ def test_a_rule_that_matches_nothing_is_refused():
 
 def test_a_family_has_the_units_of_its_parameters_and_only_those_that_occur_are_listed():
     partitions = partition_tree(SHAPES, {"layers.[gu]*": ("ffn", 1, 4), "*.table": ("vocab", 0, 1)}, 8)
-    assert set(families_in(partitions)) == {REPLICATED, Family("ffn", 3, 8), Family("vocab", 257, 8)}
-    assert families_in(partitions["layers"]["gate"]) == (Family("ffn", 3, 8),)
+    assert set(families_in(partitions)) == {REPLICATED, Split("ffn", 3, 8), Split("vocab", 257, 8)}
+    assert families_in(partitions["layers"]["gate"]) == (Split("ffn", 3, 8),)
 
 
 def test_a_parameter_with_another_number_of_units_than_its_family_is_refused():
@@ -259,7 +251,7 @@ def test_a_parameter_with_another_number_of_units_than_its_family_is_refused():
 @pytest.mark.parametrize(("degree", "num_rows"), [(4, 2 * 3), (3, 2 * 4), (2, 2 * 5), (1, 2 * 10)])
 def test_narrow_cuts_to_the_slots_of_the_replicas_own_degree(degree: int, num_rows: int):
     local = {"gate": np.arange(2 * 20 * 3.0).reshape(2, 20, 3), "norm": np.ones((2, 3))}
-    partitions = {"gate": Partition(Family("ffn", 10, 4), 1, 2), "norm": Partition()}
+    partitions = {"gate": Partition(Split("ffn", 10, 4), 1, 2), "norm": Partition()}
     cut = narrow(local, partitions, degree)
     assert cut["gate"].shape == (2, num_rows, 3)
     np.testing.assert_array_equal(cut["gate"], local["gate"][:, :num_rows])
@@ -267,7 +259,7 @@ def test_narrow_cuts_to_the_slots_of_the_replicas_own_degree(degree: int, num_ro
 
 
 def test_a_table_of_unit_ids_follows_the_compute_layout_and_marks_padding():
-    table = unit_id_table(Family("heads", 5, 4), degree=3, slots=3)
+    table = unit_id_table(Split("heads", 5, 4), degree=3, slots=3)
     assert table.tolist() == [[0, 1, -1], [2, 4, -1], [3, -1, -1]]
     assert table.dtype == np.int32
 

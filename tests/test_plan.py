@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntpjax.layout import REPLICATED, Family, Layout, even_blocks, nested_layout
+from ntpjax.layout import REPLICATED, Layout, Split, even_blocks, nested_layout
 from ntpjax.plan import Exchange, Move, NoHolderError, exchange, exchange_of_moves, plan_moves
 
 pytestmark = pytest.mark.timeout(60)
@@ -33,7 +33,7 @@ DEGREE_PAIRS = [
 
 
 def compute_and_sync(num_units: int, nominal_tp: int, degree: int, sync_degree: int) -> tuple[Layout, Layout]:
-    family = Family("heads", num_units, nominal_tp)
+    family = Split("heads", num_units, nominal_tp)
     return family.compute_layout(degree), family.sync_layout(degree, sync_degree)
 
 

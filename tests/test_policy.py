@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntpjax.layout import Family
+from ntpjax.layout import Family, Split
 from ntpjax.policy import BatchPolicy, needed_speedup, split_batch
 
 pytestmark = pytest.mark.timeout(60)
@@ -110,7 +110,7 @@ def test_a_batch_that_leaves_no_row_at_all_is_refused(policy: BatchPolicy, size:
 # -- needed speed ---------------------------------------------------------------------------------------------------
 
 
-KV, FFN, VOCAB = Family("kv", 8, nominal_tp=8), Family("ffn", 224, nominal_tp=8), Family("vocab", 257, nominal_tp=8)
+KV, FFN, VOCAB = Split("kv", 8, nominal_tp=8), Split("ffn", 224, nominal_tp=8), Split("vocab", 257, nominal_tp=8)
 
 
 @pytest.mark.parametrize(
