@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import yaml
 from pydantic import model_validator
 from rich.progress import Progress
@@ -26,8 +27,8 @@ from ntpjax.config import ConfigError, Section, load
 from ntpjax.data import SampleOrder, split_held_out
 from ntpjax.display import make_display
 from ntpjax.exit_codes import ExitCode
+from ntpjax.forecast import Blueprint, work_shares
 from ntpjax.job import Job, Services, fresh_state, restored_state
-from ntpjax.layout import REPLICATED, Family
 from ntpjax.metrics import MetricsFile
 from ntpjax.optimizer import adamw, warmup_cosine
 from ntpjax.partition import partition_tree
@@ -190,8 +191,8 @@ def run(config: Config, tokens: Tokens, *sinks: Sink) -> Trained:
         for sink in (metrics, *sinks):
             sink.emit(record)
 
-    hook = ReportNeededSpeedup(_shares(job), emit)
-    services = Services(Schedule(config.events), hook, checkpoints, emit)
+    shares = work_shares(job.training.shapes["params"], job.training.partitions["params"])
+    services = Services(Schedule(config.events), ReportNeededSpeedup(shares, emit), checkpoints, emit)
     try:
         if remark:
             emit(Note(step or 0, remark, "warning"))
@@ -204,11 +205,22 @@ def run(config: Config, tokens: Tokens, *sinks: Sink) -> Trained:
         checkpoints.close()
 
 
-def make_job(config: Config, tokens: Tokens) -> Job:
-    model = TransformerFunctions(config.model, jnp.dtype(config.run.dtype))
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    partitions = partition_tree(shapes, model.rules, config.topology.nominal_tp)
-    settings = config.optimizer
+@dataclass(frozen=True)
+class Recipe:
+    """What a configuration says of the model and its optimizer: shapes and rules, no arrays."""
+
+    model: TransformerFunctions
+    params: Any
+    partitions: Any
+    schedule: optax.Schedule
+    optimizer: optax.GradientTransformation
+
+
+def make_recipe(config: Config) -> Recipe:
+    """The model and optimizer of a configuration. Touches no device."""
+    model, settings = TransformerFunctions(config.model, jnp.dtype(config.run.dtype)), config.optimizer
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    partitions = partition_tree(params, model.rules, config.topology.nominal_tp)
     schedule = warmup_cosine(
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
@@ -218,9 +230,22 @@ def make_job(config: Config, tokens: Tokens) -> Job:
     optimizer = adamw(
         schedule, partitions, b1=settings.b1, b2=settings.b2, eps=settings.eps, weight_decay=settings.weight_decay
     )
+    return Recipe(model, params, partitions, schedule, optimizer)
+
+
+def blueprint(path: Path, overrides: Sequence[str] = ()) -> Blueprint:
+    """What `python -m ntpjax plan` asks of a training program. Touches no device. Raises ConfigError."""
+    config = load(Config, path, overrides)
+    recipe, topology = make_recipe(config), config.topology
+    return Blueprint.of(recipe.params, recipe.partitions, recipe.optimizer, topology.degrees, topology.tp_min)
+
+
+def make_job(config: Config, tokens: Tokens) -> Job:
+    recipe = make_recipe(config)
+    clip_norm = config.optimizer.clip_norm
     return Job(
-        training=Training.of(model, shapes, partitions, optimizer, clip_norm=settings.clip_norm),
-        schedule=schedule,
+        training=Training.of(recipe.model, recipe.params, recipe.partitions, recipe.optimizer, clip_norm=clip_norm),
+        schedule=recipe.schedule,
         order=tokens.training,
         held_out=tokens.held_out,
         batch_size=config.batch.size,
@@ -234,16 +259,6 @@ def make_job(config: Config, tokens: Tokens) -> Job:
         config=_saved_config(config, tokens),
         run_dir=str(config.run.dir),
     )
-
-
-def _shares(job: Job) -> dict[Family, float]:
-    """The part of a layer's matmul work that falls to each unit family: its part of the layer's weights."""
-    layers, partitions = (tree["params"]["layers"] for tree in (job.training.shapes, job.training.partitions))
-    sizes: dict[Family, int] = {}
-    for leaf, part in zip(jax.tree.leaves(layers), jax.tree.leaves(partitions), strict=True):
-        if part.family != REPLICATED:
-            sizes[part.family] = sizes.get(part.family, 0) + leaf.size
-    return {family: size / sum(sizes.values()) for family, size in sizes.items()}
 
 
 def fit(config: Config, found: int, resumed_step: int | None) -> tuple[Topology, str | None]:

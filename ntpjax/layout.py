@@ -15,6 +15,7 @@ Source: the idea of separate compute and sync layouts is from Arfeen et al., "No
 import functools
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,8 +52,8 @@ class Layout:
 def nested_layout(num_units: int, nominal_tp: int, degree: int, group_size: int = 1) -> Layout:
     """The layout of the chain of `nominal_tp` for a group that has `degree` ranks now.
 
-    Ranks beyond the number of units hold nothing, which is allowed: their buffers are padding only. Of ranks that hold
-    equally few, one that already has a unit of the same group of `group_size` gets the next unit.
+    Ranks beyond the number of units hold nothing, which is allowed: their buffers are padding only. With a
+    `group_size`, units are dealt so that a rank has units of few groups.
 
     >>> nested_layout(8, 4, 4).ranks
     ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -234,13 +235,25 @@ def _deal(dealt: list[int], held: list[list[int]]) -> None:
 
 
 def _deal_groups(dealt: list[int], held: list[list[int]], group_size: int) -> None:
-    """Like `_deal`, but of the ranks that hold fewest, one that has a unit of the same group comes first."""
+    """Like `_deal`, but keeps the groups of a rank few.
+
+    Of the ranks that hold fewest, the next unit goes where it leaves the fewest groups; of the units, one whose group
+    has most units left to deal goes first.
+    """
     groups = [{unit // group_size for unit in units} for units in held]
-    for unit in dealt:
-        group = unit // group_size
-        rank = min(range(len(held)), key=lambda rank: (len(held[rank]), group not in groups[rank], rank))
+    left = list(dealt)
+    while left:
+        fewest = min(map(len, held))
+        in_group = Counter(unit // group_size for unit in left)
+        _, _, rank, unit = min(
+            (len(groups[rank] | {unit // group_size}), -in_group[unit // group_size], rank, unit)
+            for rank, units in enumerate(held)
+            if len(units) == fewest
+            for unit in left
+        )
+        left.remove(unit)
         held[rank].append(unit)
-        groups[rank].add(group)
+        groups[rank].add(unit // group_size)
 
 
 def even_blocks(num_items: int, num_blocks: int) -> tuple[range, ...]:

@@ -48,7 +48,7 @@ class FlatMesh:
     @functools.cached_property
     def degrees(self) -> tuple[int, ...]:
         """TP degree of each active replica, in canonical order: never rising."""
-        return tuple(len(self.topology.replicas[r]) for r in self.topology.order)
+        return self.topology.ordered_degrees
 
     @functools.cached_property
     def tp_groups(self) -> Groups:
@@ -71,8 +71,7 @@ class FlatMesh:
     @functools.cached_property
     def replica_of(self) -> tuple[int, ...]:
         """The id of each position's replica."""
-        order = zip(self.topology.order, self.degrees, strict=True)
-        return tuple(replica for replica, degree in order for _ in range(degree))
+        return self.topology.owners
 
     @property
     def sharding(self) -> NamedSharding:

@@ -16,10 +16,10 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from ntpjax.collectives import ExchangeTables, exchange_tables, exchange_units, sum_bits
-from ntpjax.layout import Family, Layout, buffer_slots, holdings
+from ntpjax.layout import Family, buffer_slots
 from ntpjax.mesh import AXIS, FlatMesh
 from ntpjax.partition import Partition, families_in
-from ntpjax.plan import Move, exchange_of_moves, plan_moves
+from ntpjax.plan import Move, exchange_of_moves, plan_change
 
 PyTree = Any
 
@@ -71,13 +71,10 @@ class _FamilyPlan:
 
     @classmethod
     def of(cls, family: Family, old: FlatMesh, new: FlatMesh) -> "_FamilyPlan":
-        held_by = dict(zip(old.topology.devices, holdings(family, old.degrees).ranks, strict=True))
-        have = Layout(tuple(held_by.get(device, ()) for device in new.topology.devices))
-        want = holdings(family, new.degrees)
-        moves = plan_moves(have, want, new.replica_of)
+        change = plan_change(family, old.topology, new.topology)
         old_slots, new_slots = buffer_slots(family, old.degrees), buffer_slots(family, new.degrees)
-        tables = exchange_tables(exchange_of_moves(have, want, moves), old_slots, new_slots)
-        return cls(moves, tables, old_slots, unchanged=have == want and old_slots == new_slots)
+        tables = exchange_tables(exchange_of_moves(change.have, change.want, change.moves), old_slots, new_slots)
+        return cls(change.moves, tables, old_slots, change.have == change.want and old_slots == new_slots)
 
     def bytes_of_unit(self, array: jax.Array) -> int:
         return array.nbytes // array.shape[0] // self.old_slots

@@ -23,7 +23,8 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from ntpjax.layout import Layout
+from ntpjax.layout import Family, Layout, holdings
+from ntpjax.topology import Topology
 
 
 class NoHolderError(LookupError):
@@ -80,6 +81,32 @@ def plan_moves(have: Layout, want: Layout, replica_of: tuple[Hashable, ...]) -> 
         given[source] += len(needing[unit])
         moves += [Move(unit, source, target) for target in needing[unit]]
     return tuple(moves)
+
+
+@dataclass(frozen=True)
+class Change:
+    """How the units of a family get to another topology; positions are those of its devices."""
+
+    have: Layout
+    want: Layout
+    moves: tuple[Move, ...]
+
+
+def plan_change(family: Family, old: Topology, new: Topology) -> Change:
+    """The change of a family's units from `old` to `new`, where devices that both have keep what they hold.
+
+    Raises:
+      NoHolderError: if some unit was on devices only that `new` does not have.
+
+    >>> from ntpjax.layout import Split
+    >>> old = Topology.of_degrees((2, 2))
+    >>> plan_change(Split("ffn", 4, nominal_tp=2), old, old.lose(replica=1, rank=1)).moves
+    (Move(unit=2, source=1, target=2), Move(unit=3, source=1, target=2))
+    """
+    held_by = dict(zip(old.devices, holdings(family, old.ordered_degrees).ranks, strict=True))
+    have = Layout(tuple(held_by.get(device, ()) for device in new.devices))
+    want = holdings(family, new.ordered_degrees)
+    return Change(have, want, plan_moves(have, want, new.owners))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ the global batch, and with it the optimisation.
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ntpjax.layout import Family, even_blocks
+from ntpjax.layout import Copied, Family, even_blocks
 
 BatchPolicy = Literal["keep_global", "shrink", "equal"]
 
@@ -55,20 +55,43 @@ def split_batch(policy: BatchPolicy, size: int, degrees: Sequence[int], nominal_
     return tuple(rows)
 
 
+def fullest_work(shares: Mapping[Family, float], degree: int) -> float:
+    """Work of the fullest rank of a replica of `degree`, as a part of the work that counts every unit once.
+
+    A block ends in a sum, so each block takes as long as its fullest rank.
+
+    Args:
+      shares: the part of the work that falls to each family, each unit counted once; they sum to 1.
+    """
+    return sum(_fullest(block, degree) for block in _blocks(shares))
+
+
 def needed_speedup(shares: Mapping[Family, float], degree: int, nominal_tp: int) -> float:
     """How many times faster the devices of a replica of `degree` must be to keep up with a healthy one.
 
-    The work of a step is in proportion to the units on the fullest rank, family by family, because every block ends in
-    a sum: the sum of share x (fullest rank now / fullest rank when healthy).
+    The sum over blocks of share x (work of the fullest rank now / when healthy).
 
     Args:
       shares: the part of a healthy step's time that the work on each family takes; they sum to 1.
 
+    >>> from ntpjax.layout import Split
     >>> shares = {Split("kv", 8, nominal_tp=8): 0.25, Split("ffn", 224, nominal_tp=8): 0.75}
     >>> round(needed_speedup(shares, 7, 8), 3)  # attention does twice the work, FFN 32 blocks for 28
     1.357
     """
-    return sum(
-        share * family.compute_layout(degree).slots / family.compute_layout(nominal_tp).slots
-        for family, share in shares.items()
-    )
+    return sum(sum(block.values()) * _fullest(block, degree) / _fullest(block, nominal_tp) for block in _blocks(shares))
+
+
+def _blocks(shares: Mapping[Family, float]) -> list[dict[Family, float]]:
+    """The shares of the families of each block: copied units belong to the block of their users."""
+    blocks: dict[Family, dict[Family, float]] = {}
+    for family, share in shares.items():
+        blocks.setdefault(family.users if isinstance(family, Copied) else family, {})[family] = share
+    return list(blocks.values())
+
+
+def _fullest(block: Mapping[Family, float], degree: int) -> float:
+    """Work of a block's fullest rank, every copy counted."""
+    work_of_unit = {family: share / family.num_units for family, share in block.items()}
+    ranks = {family: family.compute_layout(degree).ranks for family in block}
+    return max(sum(work * len(ranks[family][rank]) for family, work in work_of_unit.items()) for rank in range(degree))

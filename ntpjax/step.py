@@ -92,12 +92,14 @@ class Replica:
     def pre_sync(self, grads: PyTree, partitions: PyTree) -> PyTree:
         """From the compute to the sync layout: the extra ranks' gradients to the core ranks, copied units summed."""
         total = functools.partial(sum_values, groups=self.tp.groups)
-        return exchange_units(grads, partitions, self.pre_tables, self.tp.rank, total)
+        with jax.named_scope("pre_sync"):
+            return exchange_units(grads, partitions, self.pre_tables, self.tp.rank, total)
 
     def post_sync(self, grads: PyTree, partitions: PyTree) -> PyTree:
         """From the sync back to the compute layout, bit by bit."""
         total = functools.partial(sum_bits, groups=self.tp.groups)
-        return exchange_units(grads, partitions, self.post_tables, self.tp.rank, total)
+        with jax.named_scope("post_sync"):
+            return exchange_units(grads, partitions, self.post_tables, self.tp.rank, total)
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ class Replicas:
 
     def sum_over_replicas(self, grads: PyTree) -> PyTree:
         """Gradients in the sync layout, summed over each core rank of all replicas."""
-        return group_sum(grads, self.flat.sum_groups)
+        with jax.named_scope("sum_over_replicas"):
+            return group_sum(grads, self.flat.sum_groups)
 
     def squared_norm(self, grads: PyTree, partitions: PyTree) -> jax.Array:
         """This device's part of the squared norm of summed gradients: each unit and each replicated parameter counts

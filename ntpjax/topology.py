@@ -54,6 +54,11 @@ class Topology:
         return tuple(sorted(active, key=lambda r: (-len(self.replicas[r]), r)))
 
     @property
+    def ordered_degrees(self) -> tuple[int, ...]:
+        """TP degree of each active replica in canonical order: never rising."""
+        return tuple(len(self.replicas[r]) for r in self.order)
+
+    @property
     def sync_degree(self) -> int:
         """The smallest degree among active replicas."""
         return min(degree for degree in self.degrees if degree)
@@ -62,6 +67,15 @@ class Topology:
     def devices(self) -> tuple[int, ...]:
         """All devices in use, in canonical order: the order of the flat mesh."""
         return tuple(device for r in self.order for device in self.replicas[r])
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The replica of each device of `devices`.
+
+        >>> Topology.of_degrees((1, 2)).owners
+        (1, 1, 0)
+        """
+        return tuple(r for r in self.order for _ in self.replicas[r])
 
     def lose(self, replica: int, rank: int) -> "Topology":
         """The topology without one device; the replica's last device takes the lost rank.

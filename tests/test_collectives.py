@@ -22,9 +22,9 @@ from ntpjax.collectives import (
     sum_bits,
     sum_values,
 )
-from ntpjax.layout import Family, Layout, Split, buffer_slots
+from ntpjax.layout import Copied, Family, Layout, Split, buffer_slots
 from ntpjax.mesh import AXIS, FlatMesh, flat_mesh
-from ntpjax.packing import unit_id_table
+from ntpjax.packing import copy_slot_table, unit_id_table
 from ntpjax.partition import Partition
 from ntpjax.plan import Exchange, exchange
 from ntpjax.topology import Topology
@@ -89,6 +89,18 @@ def test_gradients_between_enter_and_exit_are_those_of_the_whole_group(x64: None
     np.testing.assert_allclose(d_x, sums_over(flat, d_product * weight), rtol=1e-13)
 
 
+def test_psum_sums_values_and_gradients_over_the_group(x64: None):
+    flat, rng = mesh_of((4, 3)), np.random.default_rng(0)
+    x, weight = rng.normal(size=(2, 7, 5))
+
+    def local(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.value_and_grad(lambda x: jnp.sum(tensor_parallel(flat).psum(x) * weight))(x)
+
+    value, gradient = on_mesh(flat, local)(x, weight)
+    np.testing.assert_allclose(value, np.sum(sums_over(flat, x) * weight, axis=1), rtol=1e-13)
+    np.testing.assert_allclose(gradient, sums_over(flat, weight), rtol=1e-13)
+
+
 def test_the_largest_value_is_found_in_each_group_and_has_no_gradient():
     flat = mesh_of((4, 3))
     x = np.array([3, -1, 4, -1, -5, -9, -2], np.float32)
@@ -113,6 +125,26 @@ def test_each_rank_knows_the_units_in_its_slots():
     ids = on_mesh(flat, local)(np.zeros(7))
     assert ids.dtype == np.int32
     assert ids[4:].tolist() == [[0, 1, -1], [2, 4, -1], [3, -1, -1]]
+
+
+def test_each_rank_knows_where_the_copied_units_of_its_users_are():
+    flat = mesh_of((4, 3))
+    family = Copied("kv", Split("queries", 8, nominal_tp=4, group_size=4))
+    table = copy_slot_table(family, 3)
+    assert table is not None
+
+    def local(_: jax.Array) -> jax.Array:
+        rank = jnp.asarray(flat.ranks, jnp.int32)[lax.axis_index(AXIS)]
+        slots = TensorParallel(rank, 3, flat.tp_groups, {}, {"kv": table}).copy_slots("kv")
+        assert slots is not None
+        return slots
+
+    np.testing.assert_array_equal(on_mesh(flat, local)(np.zeros(7))[4:], table)
+
+
+def test_there_are_no_copy_slots_where_units_are_used_in_order():
+    tp = TensorParallel(jnp.int32(0), 4, (), {}, {"kv": None})
+    assert tp.copy_slots("kv") is None
 
 
 # -- sums -----------------------------------------------------------------------------------------------------------
@@ -285,16 +317,20 @@ def test_units_go_from_compute_to_sync_layout_and_back(degrees: tuple[int, ...],
     assert_trees_equal(back, laid_out(trees, family, compute_ranks, slots))
 
 
-def test_copied_units_are_summed_on_the_way_to_the_sync_layout_and_all_holders_get_the_sum():
-    flat, family = mesh_of((4, 3)), Split("units", 2, nominal_tp=4)
-    # Two KV heads that several ranks need: of degree 4 each has two holders, of degree 3 rank 1 holds both.
-    compute = {4: Layout(((0,), (0,), (1,), (1,))), 3: Layout(((0,), (0, 1), (1,)))}
+@pytest.mark.parametrize(("num_queries", "group_size"), [(8, 4), (6, 6)])
+def test_copied_units_are_summed_on_the_way_to_the_sync_layout_and_all_holders_get_the_sum(
+    num_queries: int, group_size: int
+):
+    # Two KV heads, of which some ranks of degree 3 need both, and one KV head for all.
+    flat, family = mesh_of((4, 3)), Copied("units", Split("queries", num_queries, nominal_tp=4, group_size=group_size))
+    compute = {degree: family.compute_layout(degree) for degree in (4, 3)}
     sync = {degree: family.sync_layout(degree, 3) for degree in (4, 3)}
     compute_ranks, sync_ranks = [layouts[4].ranks + layouts[3].ranks for layouts in (compute, sync)]
+    slots = buffer_slots(family, (4, 3))
     # Each rank has gradients of its own, zero for the units that it does not hold.
     gradients = random_trees(family, 7)
     for gradient, units in zip(gradients, compute_ranks, strict=True):
-        missing = [unit for unit in range(2) if unit not in units]
+        missing = [unit for unit in range(family.num_units) if unit not in units]
         for name, part in partitions_of(family).items():
             if part.family == family:
                 view = np.moveaxis(part.split(gradient[name]), part.dim, 0)
@@ -304,7 +340,7 @@ def test_copied_units_are_summed_on_the_way_to_the_sync_layout_and_all_holders_g
         for group in flat.tp_groups
         for gradient in (gradients[position] for position in group)
     ]
-    there = exchanged(laid_out(gradients, family, compute_ranks, 2), flat, family, compute, sync, sum_values)
-    assert_trees_equal(there, laid_out(summed, family, sync_ranks, 2))
-    back = exchanged(laid_out(summed, family, sync_ranks, 2), flat, family, sync, compute, sum_bits)
-    assert_trees_equal(back, laid_out(summed, family, compute_ranks, 2))
+    there = exchanged(laid_out(gradients, family, compute_ranks, slots), flat, family, compute, sync, sum_values)
+    assert_trees_equal(there, laid_out(summed, family, sync_ranks, slots))
+    back = exchanged(laid_out(summed, family, sync_ranks, slots), flat, family, sync, compute, sum_bits)
+    assert_trees_equal(back, laid_out(summed, family, compute_ranks, slots))

@@ -13,7 +13,7 @@ import pytest
 LAYERS = {
     0: "layout plan topology policy schedule records exit_codes ledger",
     1: "mesh partition packing collectives power health membership checkpoint text data metrics simulator",
-    2: "step optimizer move training boost job recovery trainer",
+    2: "step optimizer move training forecast boost job recovery trainer",
     3: "config sections describe display report cli __main__",
     4: "__init__",  # gathers the public names of all the others
 }

@@ -1,5 +1,6 @@
 """Arrays cut into units and laid out on the flat mesh: nothing is lost or changed, and padding is zero."""
 
+import itertools
 import re
 from typing import Any
 
@@ -8,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ntpjax.layout import REPLICATED, Split, holdings
+from ntpjax.layout import REPLICATED, Copied, Split, holdings
 from ntpjax.mesh import FlatMesh, flat_mesh
-from ntpjax.packing import gather_units, narrow, pack, unit_id_table, unpack
+from ntpjax.packing import copy_slot_table, gather_units, narrow, pack, unit_id_table, unpack
 from ntpjax.partition import Partition, families_in, partition_tree
 from ntpjax.plan import NoHolderError
 from ntpjax.topology import Topology
@@ -21,11 +22,13 @@ DEGREES = [(4, 3), (1, 4, 2), (3, 0, 3), (5,), (8,), (1,)]
 
 # Parameter to (shape, type, partition). Unit counts fit no degree; 'few' leaves ranks empty.
 VOCAB, FEW, FFN, HEADS = Split("vocab", 19, 8), Split("few", 2, 8), Split("ffn", 5, 8), Split("heads", 7, 8)
+QUERIES = Split("queries", 12, 8, group_size=4)
 CASES: dict[str, tuple[tuple[int, ...], Any, Partition]] = {
     "rows": ((19, 3), np.float32, Partition(VOCAB, 0, 1)),
     "blocks": ((6, 2, 3), jnp.bfloat16, Partition(FEW, 0, 3)),
     "stacked": ((4, 10, 3), np.float32, Partition(FFN, 1, 2)),
     "last": ((2, 3, 28), np.float16, Partition(HEADS, 2, 4)),
+    "copied": ((2, 9), np.float32, Partition(Copied("kv", QUERIES), 1, 3)),
     "ids": ((5, 7), np.int32, Partition(HEADS, 1, 1)),
     "scale": ((3, 2), np.float32, Partition()),
     "scalar": ((), np.float32, Partition()),
@@ -205,7 +208,7 @@ def test_rules_find_parameters_by_pattern_and_the_others_are_replicated():
     }
 
 
-@pytest.mark.parametrize(("dim", "unit_size"), [(1, 5), (3, 1), (-1, 1)])
+@pytest.mark.parametrize(("dim", "unit_size"), [(1, 5), (3, 1), (-1, 1), (1, 0)])
 def test_a_rule_that_does_not_fit_names_parameter_dimension_and_sizes(dim: int, unit_size: int):
     text = (
         f"rule 'layers.gate': parameter 'layers.gate' has shape (2, 12, 8), but its dimension {dim} must be a whole "
@@ -245,6 +248,49 @@ def test_a_parameter_with_another_number_of_units_than_its_family_is_refused():
         partition_tree(SHAPES, {"layers.gate": ("ffn", 1, 4), "layers.up": ("ffn", 1, 3)}, 8)
 
 
+HEAD_SHAPES = {"q": jax.ShapeDtypeStruct((12, 8), np.float32), "k": jax.ShapeDtypeStruct((6, 8), np.float32)}
+
+
+def test_a_family_is_copied_with_the_groups_of_another():
+    partitions = partition_tree(HEAD_SHAPES, {"q": ("queries", 0, 1), "k": ("kv", 0, 2, "queries")}, 8)
+    queries = Split("queries", 12, 8, group_size=4)
+    assert partitions == {"q": Partition(queries, 0, 1), "k": Partition(Copied("kv", queries), 0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        (
+            {"q": ("queries", 0, 3), "k": ("kv", 0, 2, "queries")},
+            "family 'kv' (3 units) is copied with 'queries' (4 units), which must be an ordinary family with a whole "
+            "multiple of its units; change a rule or a size.",
+        ),
+        (
+            {"q": ("queries", 0, 3), "k": ("kv", 0, 2, "heads")},
+            "family 'kv' (3 units) is copied with 'heads' (no units), which must be an ordinary family with a whole "
+            "multiple of its units; change a rule or a size.",
+        ),
+        (
+            {"q": ("queries", 0, 1, "kv"), "k": ("kv", 0, 2, "queries")},
+            "family 'queries' (12 units) is copied with 'kv' (3 units), which must be an ordinary family with a whole "
+            "multiple of its units; change a rule or a size.",
+        ),
+    ],
+)
+def test_units_that_cannot_be_copied_with_another_family_are_refused(rules: dict[str, tuple[Any, ...]], text: str):
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        partition_tree(HEAD_SHAPES, rules, 8)
+
+
+def test_families_copied_with_the_same_one_must_have_equally_many_units():
+    shapes = HEAD_SHAPES | {"v": jax.ShapeDtypeStruct((4, 8), np.float32)}
+    text = r"^two families are copied with 'queries', but have different numbers of units\.$"
+    with pytest.raises(ValueError, match=text):
+        partition_tree(
+            shapes, {"q": ("queries", 0, 1), "k": ("keys", 0, 1, "queries"), "v": ("values", 0, 1, "queries")}, 8
+        )
+
+
 # -- local views ----------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +308,42 @@ def test_a_table_of_unit_ids_follows_the_compute_layout_and_marks_padding():
     table = unit_id_table(Split("heads", 5, 4), degree=3, slots=3)
     assert table.tolist() == [[0, 1, -1], [2, 4, -1], [3, -1, -1]]
     assert table.dtype == np.int32
+
+
+def test_each_user_slot_points_to_the_slot_of_its_copied_unit_and_padding_to_none():
+    for nominal_tp, num_groups, group_size in itertools.product(range(1, 9), range(1, 7), (1, 2, 3, 4, 8)):
+        users = Split("queries", num_groups * group_size, nominal_tp, group_size)
+        family = Copied("kv", users)
+        for degree in range(1, nominal_tp + 1):
+            units, used_by = family.compute_layout(degree), users.compute_layout(degree)
+            expected = np.full((degree, used_by.slots), units.slots)
+            for rank, users_of_rank in enumerate(used_by.ranks):
+                for slot, user in enumerate(users_of_rank):
+                    expected[rank, slot] = units.ranks[rank].index(user // group_size)
+            table = copy_slot_table(family, degree)
+            if table is None:
+                # Then a model repeats each unit for a run of users: the real ones get theirs, padding gets padding.
+                repeated = np.repeat(np.arange(units.slots), used_by.slots // units.slots)
+                num_held = np.array([[len(held)] for held in units.ranks])
+                table = np.where(repeated < num_held, repeated, units.slots)
+            np.testing.assert_array_equal(table, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "group_size", "degree", "needed"),
+    [
+        (8, 4, 2, False),  # each rank has one KV head and its four query heads
+        (8, 8, 4, False),  # one KV head on every rank
+        (8, 4, 4, False),  # each KV head on two ranks
+        (8, 4, 3, True),  # ranks 0 and 1 have query heads of both groups
+        (5, 5, 4, True),  # one KV head, and padding query heads on all ranks but the first
+    ],
+)
+def test_a_table_of_copy_slots_is_made_only_where_units_are_not_used_in_order(
+    num_queries: int, group_size: int, degree: int, needed: bool
+):
+    table = copy_slot_table(Copied("kv", Split("queries", num_queries, 4, group_size)), degree)
+    assert (table is not None) == needed
 
 
 def test_gathering_reads_zeros_out_of_range():

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntpjax.layout import Family, Split
-from ntpjax.policy import BatchPolicy, needed_speedup, split_batch
+from ntpjax.layout import Copied, Family, Split
+from ntpjax.policy import BatchPolicy, fullest_work, needed_speedup, split_batch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -131,3 +131,28 @@ def test_needed_speed_is_the_growth_of_the_fullest_rank_weighted_by_each_familys
     shares: dict[Family, float], degree: int, speedup: float
 ):
     assert needed_speedup(shares, degree, 8) == pytest.approx(speedup, rel=1e-15)
+
+
+def test_copied_units_count_on_every_rank_that_holds_them():
+    # 8 query heads, 2 KV heads: of 4 ranks each has 2 query heads and 1 KV head; 8 FFN blocks, 2 on each.
+    queries = Split("queries", 8, nominal_tp=4, group_size=4)
+    shares = {queries: 0.6, Copied("kv", queries): 0.2, Split("ffn", 8, nominal_tp=4): 0.2}
+    assert fullest_work(shares, 4) == pytest.approx((0.6 * 2 / 8 + 0.2 * 1 / 2) + 0.2 * 2 / 8, rel=1e-15)
+    assert fullest_work(shares, 1) == pytest.approx(1.0, rel=1e-15)
+
+
+def test_the_fullest_rank_is_that_of_a_block_not_of_each_of_its_families():
+    # Ranks 0 and 1 have 2 query heads of two groups, rank 2 has 1: the rank with most work has 2 query and 2 KV heads.
+    queries = Split("queries", 5, nominal_tp=3, group_size=1)
+    shares = {queries: 0.5, Copied("kv", queries): 0.5}
+    ranks = [(len(units), len(units)) for units in queries.compute_layout(3).ranks]
+    assert ranks == [(2, 2), (2, 2), (1, 1)]
+    assert fullest_work(shares, 3) == pytest.approx(0.5 * 2 / 5 + 0.5 * 2 / 5, rel=1e-15)
+
+
+def test_a_kv_head_that_every_rank_computes_needs_no_more_speed_when_ranks_are_lost():
+    queries = Split("queries", 8, nominal_tp=8, group_size=8)
+    healthy, reduced = 0.6 / 8 + 0.4, 0.6 * 2 / 8 + 0.4
+    assert needed_speedup({queries: 0.6, Copied("kv", queries): 0.4}, 4, 8) == pytest.approx(
+        reduced / healthy, rel=1e-15
+    )
