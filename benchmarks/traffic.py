@@ -98,8 +98,11 @@ def print_step(case: Case) -> None:
     params = jax.eval_shape(model.init, jax.random.key(0))
     training = Training.of(model, params, partition_tree(params, model.rules, max(case.degrees)), optax.sgd(1e-3))
     generation = training.on(Topology.of_degrees(case.degrees))
-    tokens, weights = random_batch(case.config, 2 * len(case.degrees), seed=0).values()
-    rows = {"tokens": np.reshape(tokens, (len(case.degrees), 2, -1)), "weights": np.reshape(weights, (-1, 2, SEQ_LEN))}
+    batch, num_replicas = random_batch(case.config, 2 * len(case.degrees), seed=0), len(case.degrees)
+    rows = {
+        "tokens": np.reshape(batch["tokens"], (num_replicas, 2, SEQ_LEN + 1)),
+        "weights": np.reshape(batch["weights"], (num_replicas, 2, SEQ_LEN)),
+    }
     state = generation.draw(jax.random.key(0))
     hlo = generation.compiled(state, rows).grad_step.as_text()
     row = forecast(Blueprint(training.shapes, training.partitions, case.degrees, min(case.degrees)))[-1]

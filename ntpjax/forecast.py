@@ -93,11 +93,9 @@ class Blueprint:
 
 def forecast(plan: Blueprint) -> list[DegreeForecast]:
     """A forecast for each TP degree from the nominal one down to `tp_min`."""
-    state, grads = (
-        unit_bytes(plan.shapes, plan.partitions),
-        unit_bytes(plan.shapes["params"], plan.partitions["params"]),
-    )
-    shares, nominal_tp = work_shares(plan.shapes["params"], plan.partitions["params"]), max(plan.degrees)
+    params, partitions, nominal_tp = plan.shapes["params"], plan.partitions["params"], max(plan.degrees)
+    state, grads = unit_bytes(plan.shapes, plan.partitions), unit_bytes(params, partitions)
+    shares = work_shares(params, partitions)
     degrees = range(nominal_tp, max(plan.tp_min, 1) - 1, -1)
     return [_forecast(degree, nominal_tp, state, grads, shares) for degree in degrees]
 
