@@ -80,6 +80,14 @@ CASES = (
     Case((4, 2), num_heads=2, num_kv_heads=2, ffn_units=3),
     Case((5, 4), num_heads=5, num_kv_heads=5, ffn_units=5, vocab_size=19),
     Case((8, 2), num_heads=32, num_kv_heads=8, ffn_units=31, vocab_size=255),
+    # Fewer KV heads than ranks, and KV heads cut apart: copies.
+    Case((3,), num_heads=8, num_kv_heads=2),
+    Case((4, 3), num_heads=8, num_kv_heads=1),
+    Case((8, 7), num_heads=64, num_kv_heads=8, tied=False),
+    Case((8, 7), num_heads=8, num_kv_heads=4),
+    Case((7,), num_heads=28, num_kv_heads=4, nominal_tp=8),
+    Case((5,), num_heads=8, num_kv_heads=(8, 4), tied=False),
+    Case((5, 3), num_heads=12, num_kv_heads=(4, 1), rows=(3, 1)),
 )
 
 

@@ -47,10 +47,18 @@ def state_partitions(optimizer: optax.GradientTransformation, params: PyTree, pa
     Args:
       params: arrays or shapes, logical or local.
     """
-    state = jax.eval_shape(optimizer.init, params)
-    return optax.tree_utils.tree_map_params(
-        optimizer, lambda _, part: part, state, partitions, transform_non_params=lambda _: Partition()
-    )
+    found: list[PyTree] = []
+
+    def trace(params: PyTree) -> None:
+        state = optimizer.init(params)
+        parts = optax.tree_utils.tree_map_params(
+            optimizer, lambda _, part: part, state, partitions, transform_non_params=lambda _: Partition()
+        )
+        found.append(parts)
+
+    # Traced, because optax calls `init` to find out which arrays are like parameters: that would touch a device.
+    jax.eval_shape(trace, params)
+    return found[0]
 
 
 def require_elementwise(optimizer: optax.GradientTransformation, params: PyTree) -> None:
