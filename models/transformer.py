@@ -265,15 +265,13 @@ class Ends(nnx.Module):
 
     def embed(self, tokens_BS: jax.Array, tp: TensorParallel) -> jax.Array:
         """Embeddings [B, S, D]; each rank contributes the rows that it holds."""
-        unit_ids, slots = tp.unit_ids("vocab"), self.embedding.shape[0]
-        # Padding has id -1, which "drop" would take for the last token: send it out of range instead.
-        targets = jnp.where(unit_ids >= 0, unit_ids, self.config.vocab_size)
-        slot_of = (
-            jnp.full(self.config.vocab_size, slots, jnp.int32)
-            .at[targets]
-            .set(jnp.arange(slots, dtype=jnp.int32), mode="drop")
+        slots = self.embedding.shape[0]
+        slot_of_token = jnp.full(self.config.vocab_size, slots, jnp.int32)
+        # Padding has id -1, which must not be taken for the last token.
+        slot_of_token = slot_of_token.at[tp.unit_ids("vocab")].set(
+            jnp.arange(slots, dtype=jnp.int32), mode="drop", wrap_negative_indices=False
         )
-        return tp.exit(self.embedding[...].at[slot_of[tokens_BS]].get(mode="fill", fill_value=0))
+        return tp.exit(self.embedding[...].at[slot_of_token[tokens_BS]].get(mode="fill", fill_value=0))
 
     def loss(self, x_BSD: jax.Array, targets_BS: jax.Array, tp: TensorParallel) -> jax.Array:
         """Cross-entropy [B, S] in nats. Each rank has the logits of its own rows only; padding rows have no mass."""
@@ -283,8 +281,7 @@ class Ends(nnx.Module):
         hidden_BSD = tp.enter(self.final_norm(x_BSD))
         logit_BSV = jnp.einsum("bsd,vd->bsv", hidden_BSD, head_VD, preferred_element_type=wide)
         logit_BSV = jnp.where(unit_ids_V >= 0, logit_BSV, -jnp.inf)
-        # A rank without vocabulary rows has an empty maximum: `initial` keeps it neutral.
-        largest_BS = tp.max(jnp.max(jax.lax.stop_gradient(logit_BSV), axis=-1, initial=-jnp.inf))
+        largest_BS = tp.max(jnp.max(logit_BSV, axis=-1))
         total_BS = tp.exit(jnp.sum(jnp.exp(logit_BSV - largest_BS[..., None]), axis=-1))
         chosen_BSV = unit_ids_V == targets_BS[..., None]
         target_BS = tp.exit(jnp.sum(jnp.where(chosen_BSV, logit_BSV, 0), axis=-1))
