@@ -1,9 +1,8 @@
 """Nonuniform training against one device, in float64: `python benchmarks/parity.py`.
 
 For each case: the loss, every gradient, and parameters and moments after 3 AdamW steps, on every replica, are compared
-  with plain
-JAX on one device. The error of an array is max|a - b| / max|b|; what is printed is the worst over arrays, replicas and
-steps.
+with plain JAX on one device. The error of an array is max|a - b| / max|b|; what is printed is the worst over arrays,
+replicas and steps.
 """
 
 import sys

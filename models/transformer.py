@@ -11,8 +11,7 @@ drawn unit by unit, from a key that names the parameter and the unit: they do no
 and no rank ever draws more than it holds.
 
 Shape suffixes: B rows of the batch, S positions, D d_model, N local query heads, K local KV heads, G query heads for
-  each
-KV head, H head dimension, F local FFN columns, V local vocabulary rows, U local units.
+each KV head, H head dimension, F local FFN columns, V local vocabulary rows, U local units.
 """
 
 import functools

@@ -26,8 +26,8 @@ _NOTHING = np.iinfo(np.int32).max
 """An index that is out of range of every buffer: reads as zero."""
 
 
-def group_sum(x: jax.Array, groups: Groups) -> jax.Array:
-    """`x` summed over each group; groups may be uneven and must cover every position."""
+def group_sum(x: PyTree, groups: Groups) -> PyTree:
+    """The arrays of `x` summed over each group; groups may be uneven and must cover every position."""
     return lax.psum(x, AXIS, axis_index_groups=groups)
 
 

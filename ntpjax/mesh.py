@@ -93,8 +93,10 @@ def flat_mesh(topology: Topology, devices: Sequence[Device]) -> FlatMesh:
     """The flat mesh of `topology`, whose device number `k` is `devices[k]`.
 
     Raises:
-      ValueError: on TPU with replicas of unequal degree, which its compiler refuses.
+      ValueError: if there are too few devices, or on TPU with replicas of unequal degree, which its compiler refuses.
     """
+    if max(topology.devices) >= len(devices):
+        raise ValueError(f"the topology has device {max(topology.devices)}, but there are only {len(devices)} devices.")
     if devices[0].platform == "tpu" and len({degree for degree in topology.degrees if degree}) > 1:
         raise ValueError(
             f"TP degrees {topology.degrees} are uneven, and the TPU compiler refuses collectives over uneven groups; "

@@ -15,6 +15,7 @@ from ntpjax.layout import REPLICATED
 from ntpjax.partition import Partition
 
 PyTree = Any
+_NUM_TRIAL_STEPS = 20
 
 
 def warmup_cosine(*, learning_rate: float, warmup_steps: int, num_steps: int, final_fraction: float) -> optax.Schedule:
@@ -74,39 +75,41 @@ def require_elementwise(optimizer: optax.GradientTransformation, params: PyTree)
     _require_moments_like_params(optimizer, params)
     small = [tuple(min(dim, 4) for dim in leaf.shape) for leaf in jax.tree.leaves(params)]
     keys = jax.random.split(jax.random.key(0), 2 * len(small))
-    structure = jax.tree.structure(params)
-    # The first element of each array is padding in one trial and a large outlier in the other.
     draws = [jax.random.normal(key, shape) for key, shape in zip(keys, small * 2, strict=True)]
-    quiet = [draw.ravel().at[0].set(0).reshape(draw.shape) for draw in draws]
-    loud = [draw.ravel().at[0].set(1e3).reshape(draw.shape) for draw in draws]
-    with_padding, with_outlier = (
-        _updates(
-            optimizer,
-            jax.tree.unflatten(structure, trial[: len(small)]),
-            jax.tree.unflatten(structure, trial[len(small) :]),
+
+    @jax.jit
+    def updates(first: float) -> list[jax.Array]:
+        """What changes when the first element of every parameter and gradient is `first`."""
+        set_first = [draw.ravel().at[0].set(first).reshape(draw.shape) for draw in draws]
+        trees = (set_first[: len(small)], set_first[len(small) :])
+        return _updates(optimizer, *(jax.tree.unflatten(jax.tree.structure(params), leaves) for leaves in trees))
+
+    # Padding is zero; an outlier must not reach the other elements, nor may a NaN.
+    with_padding = updates(0.0)
+    if any(leaf.ravel()[0] != 0 for leaf in with_padding):
+        raise ValueError(
+            "the optimizer moves parameters that are zero and have no gradient, so padding would not stay zero."
         )
-        for trial in (quiet, loud)
-    )
-    for a, b in zip(with_padding, with_outlier, strict=True):
-        if a.ravel()[0] != 0:
-            raise ValueError(
-                "the optimizer moves parameters that are zero and have no gradient, so padding would not stay zero."
-            )
-        if (a.ravel()[1:] != b.ravel()[1:]).any():
-            raise ValueError(
-                "the optimizer is not elementwise: a parameter's update depends on other elements (as in LAMB, Muon, "
-                "Adafactor or clip_by_global_norm), which shards cannot compute alone; use an elementwise one such as "
-                "adamw, lion or sgd, and the step's own `clip_norm`."
-            )
+    for outlier in (1e3, 1e15, jnp.nan):
+        for a, b in zip(with_padding, updates(outlier), strict=True):
+            if (a.ravel()[1:] != b.ravel()[1:]).any():
+                raise ValueError(
+                    "the optimizer is not elementwise: a parameter's update depends on other elements (as in LAMB, "
+                    "Muon, Adafactor, Prodigy or clip_by_global_norm), which shards cannot compute alone; use an "
+                    "elementwise one such as adamw, lion or sgd, and the step's own `clip_norm`."
+                )
 
 
 def _updates(optimizer: optax.GradientTransformation, params: PyTree, grads: PyTree) -> list[jax.Array]:
-    """The parameters' changes over three steps with the same gradients."""
-    state, start = optimizer.init(params), params
-    for _ in range(3):
+    """The parameters' changes over a few steps with the same gradients."""
+
+    def step(carry: tuple[PyTree, PyTree], _: None) -> tuple[tuple[PyTree, PyTree], None]:
+        params, state = carry
         updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return jax.tree.leaves(jax.tree.map(jnp.subtract, params, start))
+        return (optax.apply_updates(params, updates), state), None
+
+    (end, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), length=_NUM_TRIAL_STEPS)
+    return jax.tree.leaves(jax.tree.map(jnp.subtract, end, params))
 
 
 def _require_moments_like_params(optimizer: optax.GradientTransformation, params: PyTree) -> None:

@@ -2,8 +2,7 @@
 
 On the flat mesh a parameter is [num_devices, ...] with the dimension that carries its units cut to the device's own
 slots: its units first, in layout order, then zeros, so that every device's part has the same shape. Zero padding is a
-  fixed point
-of training: it never gets a gradient, and an elementwise optimizer leaves it zero.
+fixed point of training: it never gets a gradient, and an elementwise optimizer leaves it zero.
 """
 
 from collections.abc import Sequence

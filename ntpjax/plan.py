@@ -132,6 +132,9 @@ def exchange(have: Layout, want: Layout, *, add_copies: bool = False) -> Exchang
       have, want: layouts with the same degree; `want` may leave ranks empty (a sync layout does: ranks `>= m`).
       add_copies: whether a unit that several ranks hold becomes the sum over them (gradients of copied units) rather
         than the value of one of them.
+
+    Raises:
+      NoHolderError: if a wanted unit is held nowhere.
     """
     holders = have.holders()
     if add_copies:
@@ -149,6 +152,8 @@ def _tables(have: Layout, want: Layout, givers: Mapping[int, tuple[int, ...]], *
     slot_of = [{unit: slot for slot, unit in enumerate(units)} for units in have.ranks]
     lacking = {unit for rank, units in enumerate(want.ranks) for unit in units if unit not in slot_of[rank]}
     shared = tuple(sorted(lacking | always))
+    if not givers.keys() >= set(shared):
+        raise NoHolderError(tuple(sorted(set(shared) - givers.keys())))
     place_of = {unit: -1 - place for place, unit in enumerate(shared)}
     give = tuple(
         tuple(slots[unit] if rank in givers[unit] else None for unit in shared) for rank, slots in enumerate(slot_of)

@@ -5,7 +5,7 @@ the global batch, and with it the optimisation.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from ntpjax.layout import Copied, Family, even_blocks
 
@@ -45,9 +45,11 @@ def split_batch(policy: BatchPolicy, size: int, degrees: Sequence[int], nominal_
     elif policy == "equal":
         for r, share in zip(active, even_blocks(size, len(active)), strict=True):
             rows[r] = len(share)
-    else:
+    elif policy == "shrink":
         for r, share in enumerate(even_blocks(size, len(degrees))):
             rows[r] = len(share) * degrees[r] // nominal_tp
+    else:
+        raise ValueError(f"`policy` (='{policy}') must be one of {', '.join(get_args(BatchPolicy))}.")
     if sum(rows) == 0:
         raise ValueError(
             f"`batch.size` (={size}) leaves no sample for degrees {tuple(degrees)} under policy '{policy}'."

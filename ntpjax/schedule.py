@@ -64,7 +64,7 @@ def schedule_problems(topology: Topology, events: Iterable[Event]) -> list[str]:
     """What is impossible in a schedule that starts from `topology`, one text for each event.
 
     >>> schedule_problems(Topology.of_degrees((4,)), [Loss(5, 0, 3), Loss(6, 0, 3)])
-    ['loss at step 6: `rank` (=3) must be below the TP degree of replica 0 (=3).']
+    ['loss at step 6: `rank` (=3) must be at least 0 and below the TP degree of replica 0 (=3).']
     """
     problems = []
     for event in _in_order(events):

@@ -2,8 +2,7 @@
 
 Devices are numbered 0, 1, 2, ...; this module knows nothing else about them. A loss shortens a replica's chain of
 layouts at its end: the device with the last rank takes the lost rank. A device that returns becomes the last rank. In
-  the
-canonical order replicas stand by degree, healthy first, so that *which* device failed does not change the program.
+the canonical order replicas stand by degree, healthy first, so that *which* device failed does not change the program.
 """
 
 from dataclasses import dataclass, replace
@@ -34,6 +33,8 @@ class Topology:
         """
         if not degrees or min(degrees) < 0 or max(degrees) < 1:
             raise ValueError(f"`degrees` (={degrees}) must have at least one replica with a device.")
+        if nominal_tp is not None and nominal_tp < max(degrees):
+            raise ValueError(f"`nominal_tp` (={nominal_tp}) must be at least the largest of `degrees` (={degrees}).")
         numbers = iter(range(sum(degrees) + spares))
         replicas = tuple(tuple(next(numbers) for _ in range(degree)) for degree in degrees)
         return cls(nominal_tp or max(degrees), replicas, spares=tuple(numbers))
@@ -60,7 +61,7 @@ class Topology:
 
     @property
     def sync_degree(self) -> int:
-        """The smallest degree among active replicas."""
+        """The smallest degree among active replicas, of which there must be one."""
         return min(degree for degree in self.degrees if degree)
 
     @property
@@ -88,7 +89,8 @@ class Topology:
         """
         devices = self._replica(replica)
         if not 0 <= rank < len(devices):
-            raise ValueError(f"`rank` (={rank}) must be below the TP degree of replica {replica} (={len(devices)}).")
+            rule = f"must be at least 0 and below the TP degree of replica {replica} (={len(devices)})"
+            raise ValueError(f"`rank` (={rank}) {rule}.")
         left = (*devices[:rank], devices[-1], *devices[rank + 1 : -1]) if rank < len(devices) - 1 else devices[:-1]
         return replace(self._with(replica, left), lost=(*self.lost, (replica, devices[rank])))
 
@@ -126,7 +128,8 @@ class Topology:
 
     def _replica(self, replica: int) -> tuple[int, ...]:
         if not 0 <= replica < len(self.replicas):
-            raise ValueError(f"`replica` (={replica}) must be below the number of replicas (={len(self.replicas)}).")
+            rule = f"must be at least 0 and below the number of replicas (={len(self.replicas)})"
+            raise ValueError(f"`replica` (={replica}) {rule}.")
         return self.replicas[replica]
 
     def _with(self, replica: int, devices: tuple[int, ...]) -> "Topology":

@@ -6,7 +6,7 @@ core ranks get differs by at most one. That is about totals: what one extra rank
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -147,12 +147,12 @@ def test_larger_groups_move_only_the_units_of_extra_ranks_and_evenly(case: tuple
 
 # -- groups and copies ----------------------------------------------------------------------------------------------
 
-# Query heads in groups that share a KV head: 1 to 8 KV heads, and 2 to 8 query heads for each.
+# Query heads in groups that share a KV head: 1 to 8 KV heads, and 1 to 8 query heads for each.
 QUERIES = [
     Split("queries", num_groups * group_size, nominal_tp, group_size)
     for nominal_tp in range(1, 13)
     for num_groups in range(1, 9)
-    for group_size in (2, 3, 4, 8)
+    for group_size in (1, 2, 3, 4, 7, 8)
 ]
 
 
@@ -178,8 +178,14 @@ def test_dealing_by_groups_needs_fewer_copies_than_dealing_without_them():
         layouts = chain(family.nominal_tp, family.num_units)
         return sum(len({unit // family.group_size for unit in units}) for layout in layouts for units in layout.ranks)
 
-    # Not in each case: dealing looks one unit ahead. Over all cases 21049 units are held rather than 22408.
+    # Not in each case, since dealing looks one unit ahead.
     assert sum(map(num_copies, QUERIES)) < 0.95 * sum(map(dealt_without_groups, QUERIES))
+
+
+def test_the_query_heads_of_a_lost_rank_bring_each_survivor_one_kv_head_more():
+    heads = Split("heads", 64, nominal_tp=8, group_size=8)
+    assert [len(units) for units in heads.compute_layout(7).ranks] == [10, 9, 9, 9, 9, 9, 9]
+    assert [len(units) for units in Copied("kv", heads).compute_layout(7).ranks] == [2] * 7
 
 
 def test_a_copied_unit_is_on_exactly_the_ranks_that_need_it_once():
@@ -213,6 +219,12 @@ def test_one_kv_head_for_all_is_on_every_rank_and_owned_by_the_first():
     assert family.num_units == 1
     assert family.compute_layout(3).ranks == ((0,), (0,), (0,))
     assert family.sync_layout(4, 3).ranks == ((0,), (), (), ())
+
+
+def test_a_copied_unit_is_owned_by_the_holder_that_owns_fewest():
+    family = Copied("kv", Split("queries", 6, nominal_tp=2, group_size=2))
+    assert family.compute_layout(2).ranks == ((0, 1), (1, 2))
+    assert family.sync_layout(2, 2).ranks == ((0,), (1, 2))
 
 
 def test_only_gradients_of_copied_units_are_added_up():
@@ -297,52 +309,3 @@ def test_a_degree_outside_the_chain_is_refused(nominal_tp: int, degree: int):
     rule = rf"^`degree` \(={degree}\) must be between 1 and `nominal_tp` \(={nominal_tp}\)\.$"
     with pytest.raises(ValueError, match=rule):
         nested_layout(8, nominal_tp, degree)
-
-
-# -- groups and copies ----------------------------------------------------------------------------------------------
-
-
-# (KV heads, query heads for each of them, nominal TP).
-GROUPED = list(product((1, 2, 3, 4, 8), (1, 2, 3, 7, 8), (1, 2, 3, 5, 8, 12)))
-
-
-@pytest.mark.parametrize(("num_groups", "group_size", "nominal_tp"), GROUPED)
-def test_dealing_by_groups_keeps_layouts_balanced_and_nested(num_groups: int, group_size: int, nominal_tp: int) -> None:
-    heads = Split("heads", num_groups * group_size, nominal_tp, group_size)
-    for degree in range(1, nominal_tp + 1):
-        ranks = heads.compute_layout(degree).ranks
-        assert sorted(unit for units in ranks for unit in units) == list(range(heads.num_units))
-        assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
-        if degree < nominal_tp:
-            larger = heads.compute_layout(degree + 1).ranks
-            assert all(units[: len(larger[rank])] == larger[rank] for rank, units in enumerate(ranks))
-
-
-@pytest.mark.parametrize(("num_groups", "group_size", "nominal_tp"), GROUPED)
-def test_a_rank_holds_the_kv_heads_of_its_query_heads_and_each_has_one_owner_that_holds_it(
-    num_groups: int, group_size: int, nominal_tp: int
-) -> None:
-    heads = Split("heads", num_groups * group_size, nominal_tp, group_size)
-    kv = Copied("kv", heads)
-    for degree in range(1, nominal_tp + 1):
-        held = kv.compute_layout(degree).ranks
-        needed = [{head // group_size for head in units} for units in heads.compute_layout(degree).ranks]
-        assert [set(units) for units in held] == needed
-        assert all(len(set(units)) == len(units) for units in held)
-        owned = kv.sync_layout(nominal_tp, degree).ranks
-        assert sorted(unit for units in owned for unit in units) == list(range(num_groups))
-        assert all(set(owned[rank]) <= set(held[rank]) for rank in range(degree))
-        assert owned[degree:] == ((),) * (nominal_tp - degree)
-
-
-def test_a_larger_replica_has_a_prefix_of_a_smaller_ones_kv_heads_on_each_rank() -> None:
-    kv = Copied("kv", Split("heads", 64, 8, group_size=8))
-    for degree in range(2, 9):
-        larger, smaller = kv.compute_layout(degree).ranks, kv.compute_layout(degree - 1).ranks
-        assert all(units[: len(larger[rank])] == larger[rank] for rank, units in enumerate(smaller))
-
-
-def test_the_dealt_heads_of_one_lost_rank_come_from_one_group() -> None:
-    heads = Split("heads", 64, 8, group_size=8)
-    assert [len(units) for units in heads.compute_layout(7).ranks] == [10, 9, 9, 9, 9, 9, 9]
-    assert [len(units) for units in Copied("kv", heads).compute_layout(7).ranks] == [2] * 7

@@ -141,3 +141,8 @@ def test_uneven_replicas_are_refused_on_tpu(degrees: tuple[int, ...]):
 @pytest.mark.parametrize("degrees", [(4, 4), (3, 0, 3), (2,)])
 def test_equal_replicas_are_accepted_on_tpu(degrees: tuple[int, ...]):
     assert set(flat_mesh(Topology.of_degrees(degrees), tpu_devices(8)).degrees) == {max(degrees)}
+
+
+def test_a_topology_with_more_devices_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="the topology has device 8, but there are only 8 devices"):
+        flat_mesh(Topology.of_degrees((5, 4)), jax.devices())

@@ -171,6 +171,9 @@ ELEMENTWISE: dict[str, MakeOptimizer] = {
 MIXING: dict[str, MakeOptimizer] = {
     "lamb": lambda: optax.lamb(0.1),
     "lars": lambda: optax.lars(0.1),
+    "prodigy": lambda: optax.contrib.prodigy(),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1), max_consecutive_errors=5),
+    "clipping by a high global norm": lambda: optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(0.1)),
     "clipping by global norm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
     "adaptive gradient clipping": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
 }

@@ -235,7 +235,7 @@ def test_a_rule_that_matches_nothing_is_refused():
 
 def test_a_family_has_the_units_of_its_parameters_and_only_those_that_occur_are_listed():
     partitions = partition_tree(SHAPES, {"layers.[gu]*": ("ffn", 1, 4), "*.table": ("vocab", 0, 1)}, 8)
-    assert set(families_in(partitions)) == {REPLICATED, Split("ffn", 3, 8), Split("vocab", 257, 8)}
+    assert families_in(partitions) == (Split("vocab", 257, 8), Split("ffn", 3, 8), REPLICATED)
     assert families_in(partitions["layers"]["gate"]) == (Split("ffn", 3, 8),)
 
 
@@ -248,13 +248,21 @@ def test_a_parameter_with_another_number_of_units_than_its_family_is_refused():
         partition_tree(SHAPES, {"layers.gate": ("ffn", 1, 4), "layers.up": ("ffn", 1, 3)}, 8)
 
 
-HEAD_SHAPES = {"q": jax.ShapeDtypeStruct((12, 8), np.float32), "k": jax.ShapeDtypeStruct((6, 8), np.float32)}
+HEAD_SHAPES = {
+    "q": jax.ShapeDtypeStruct((12, 8), np.float32),
+    "k": jax.ShapeDtypeStruct((6, 8), np.float32),
+    "w": jax.ShapeDtypeStruct((24, 8), np.float32),
+}
 
 
 def test_a_family_is_copied_with_the_groups_of_another():
     partitions = partition_tree(HEAD_SHAPES, {"q": ("queries", 0, 1), "k": ("kv", 0, 2, "queries")}, 8)
     queries = Split("queries", 12, 8, group_size=4)
-    assert partitions == {"q": Partition(queries, 0, 1), "k": Partition(Copied("kv", queries), 0, 2)}
+    assert partitions == {
+        "q": Partition(queries, 0, 1),
+        "k": Partition(Copied("kv", queries), 0, 2),
+        "w": Partition(),
+    }
 
 
 @pytest.mark.parametrize(
@@ -271,8 +279,8 @@ def test_a_family_is_copied_with_the_groups_of_another():
             "multiple of its units; change a rule or a size.",
         ),
         (
-            {"q": ("queries", 0, 1, "kv"), "k": ("kv", 0, 2, "queries")},
-            "family 'queries' (12 units) is copied with 'kv' (3 units), which must be an ordinary family with a whole "
+            {"k": ("kv", 0, 2, "queries"), "q": ("queries", 0, 1, "blocks"), "w": ("blocks", 0, 1)},
+            "family 'kv' (3 units) is copied with 'queries' (12 units), which must be an ordinary family with a whole "
             "multiple of its units; change a rule or a size.",
         ),
     ],
@@ -335,6 +343,7 @@ def test_each_user_slot_points_to_the_slot_of_its_copied_unit_and_padding_to_non
         (8, 4, 2, False),  # each rank has one KV head and its four query heads
         (8, 8, 4, False),  # one KV head on every rank
         (8, 4, 4, False),  # each KV head on two ranks
+        (2, 1, 4, False),  # as many KV heads as query heads, and two ranks with neither
         (8, 4, 3, True),  # ranks 0 and 1 have query heads of both groups
         (5, 5, 4, True),  # one KV head, and padding query heads on all ranks but the first
     ],

@@ -256,6 +256,15 @@ def test_nothing_moves_into_replicas_that_stay_as_they_are():
         assert {new.owners[move.target] for move in plan_change(family, old, new).moves} <= changed
 
 
+def test_units_come_from_the_own_replica_where_it_has_them():
+    for family, old, new in changes():
+        change = plan_change(family, old, new)
+        held_in = {(new.owners[position], unit) for position, units in enumerate(change.have.ranks) for unit in units}
+        for move in change.moves:
+            own = new.owners[move.target]
+            assert (new.owners[move.source] == own) == ((own, move.unit) in held_in)
+
+
 def test_a_loss_moves_the_lost_units_and_what_the_last_device_no_longer_needs():
     for num_units, nominal_tp in itertools.product(range(1, 21), range(2, 9)):
         family = Split("ffn", num_units, nominal_tp)
@@ -388,3 +397,9 @@ def test_what_every_rank_holds_travels_only_to_the_ranks_that_lack_it():
             back = exchange(core, everyone)
             assert back.shared == (() if sync_degree == degree else (0,))
             assert masked_sum(back, one_value_a_unit(core)) == one_value_a_unit(everyone)
+
+
+def test_an_exchange_that_wants_a_unit_nobody_holds_is_refused_with_its_id() -> None:
+    with pytest.raises(NoHolderError, match=r"units \(7,\)") as caught:
+        exchange(Layout(((0,), (1,))), Layout(((0, 7), (1,))))
+    assert caught.value.units == (7,)

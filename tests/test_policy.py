@@ -141,18 +141,21 @@ def test_copied_units_count_on_every_rank_that_holds_them():
     assert fullest_work(shares, 1) == pytest.approx(1.0, rel=1e-15)
 
 
-def test_the_fullest_rank_is_that_of_a_block_not_of_each_of_its_families():
-    # Ranks 0 and 1 have 2 query heads of two groups, rank 2 has 1: the rank with most work has 2 query and 2 KV heads.
-    queries = Split("queries", 5, nominal_tp=3, group_size=1)
+def test_the_fullest_rank_has_most_work_of_a_block_and_not_most_of_each_family():
+    # Rank 0 has 3 query heads of one group, rank 2 has 2 of two groups: 2 query heads and 2 KV heads are more work.
+    queries = Split("queries", 9, nominal_tp=4, group_size=3)
+    assert queries.compute_layout(4).ranks == ((0, 1, 2), (3, 4), (5, 6), (7, 8))
     shares = {queries: 0.5, Copied("kv", queries): 0.5}
-    ranks = [(len(units), len(units)) for units in queries.compute_layout(3).ranks]
-    assert ranks == [(2, 2), (2, 2), (1, 1)]
-    assert fullest_work(shares, 3) == pytest.approx(0.5 * 2 / 5 + 0.5 * 2 / 5, rel=1e-15)
+    assert fullest_work(shares, 4) == pytest.approx(0.5 * 2 / 9 + 0.5 * 2 / 3, rel=1e-15)
 
 
-def test_a_kv_head_that_every_rank_computes_needs_no_more_speed_when_ranks_are_lost():
+def test_work_that_every_rank_repeats_does_not_grow_when_ranks_are_lost():
     queries = Split("queries", 8, nominal_tp=8, group_size=8)
-    healthy, reduced = 0.6 / 8 + 0.4, 0.6 * 2 / 8 + 0.4
-    assert needed_speedup({queries: 0.6, Copied("kv", queries): 0.4}, 4, 8) == pytest.approx(
-        reduced / healthy, rel=1e-15
-    )
+    healthy, reduced = 0.6 * 1 / 8 + 0.4, 0.6 * 2 / 8 + 0.4
+    shares = {queries: 0.6, Copied("kv", queries): 0.4}
+    assert needed_speedup(shares, 4, 8) == pytest.approx(reduced / healthy, rel=1e-15)
+
+
+def test_an_unknown_batch_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="`policy` .='keep'. must be one of keep_global, shrink, equal"):
+        split_batch("keep", 8, (4, 3), 4)  # pyright: ignore[reportArgumentType]

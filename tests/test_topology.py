@@ -73,6 +73,12 @@ def test_the_devices_of_the_flat_mesh_follow_the_canonical_order():
     assert Topology.of_degrees((1, 0, 3, 2)).devices == (1, 2, 3, 4, 5, 0)
 
 
+def test_degrees_and_owners_follow_the_canonical_order_too():
+    topology = Topology.of_degrees((1, 0, 3, 2))
+    assert topology.ordered_degrees == (3, 2, 1)
+    assert topology.owners == (2, 2, 2, 3, 3, 0)
+
+
 @pytest.mark.parametrize(("degrees", "sync_degree"), [((4, 4), 4), ((4, 3, 2), 2), ((0, 4, 3), 3), ((0, 1, 0), 1)])
 def test_the_sync_degree_is_the_smallest_of_active_replicas(degrees: tuple[int, ...], sync_degree: int):
     assert Topology.of_degrees(degrees).sync_degree == sync_degree
@@ -220,7 +226,7 @@ def test_after_any_events_every_device_is_in_one_place_and_each_event_changes_wh
 @pytest.mark.parametrize("replica", [2, -1])
 def test_an_unknown_replica_is_refused(replica: int):
     topology = Topology.of_degrees((4, 3))
-    rule = re.escape(f"`replica` (={replica}) must be below the number of replicas (=2).")
+    rule = re.escape(f"`replica` (={replica}) must be at least 0 and below the number of replicas (=2).")
     with pytest.raises(ValueError, match=f"^{rule}$"):
         topology.lose(replica, 0)
     with pytest.raises(ValueError, match=f"^{rule}$"):
@@ -229,7 +235,7 @@ def test_an_unknown_replica_is_refused(replica: int):
 
 @pytest.mark.parametrize(("replica", "rank", "degree"), [(0, 4, 4), (1, 3, 3), (1, -1, 3), (2, 0, 0)])
 def test_a_rank_that_the_replica_does_not_have_is_refused(replica: int, rank: int, degree: int):
-    rule = re.escape(f"`rank` (={rank}) must be below the TP degree of replica {replica} (={degree}).")
+    rule = re.escape(f"`rank` (={rank}) must be at least 0 and below the TP degree of replica {replica} (={degree}).")
     with pytest.raises(ValueError, match=f"^{rule}$"):
         Topology.of_degrees((4, 3, 0)).lose(replica, rank)
 
@@ -238,3 +244,8 @@ def test_restoring_a_replica_that_has_lost_nothing_is_refused():
     topology = Topology.of_degrees((4, 3), nominal_tp=4).lose(0, 0)
     with pytest.raises(ValueError, match=r"^replica 1 has lost no device \(TP degree 3 of 4\)\.$"):
         topology.restore(1)
+
+
+def test_a_nominal_degree_below_a_replicas_degree_is_refused() -> None:
+    with pytest.raises(ValueError, match="`nominal_tp` .=3. must be at least the largest of `degrees`"):
+        Topology.of_degrees((4, 3), nominal_tp=3)
