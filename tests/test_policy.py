@@ -157,5 +157,5 @@ def test_work_that_every_rank_repeats_does_not_grow_when_ranks_are_lost():
 
 
 def test_an_unknown_batch_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="`policy` .='keep'. must be one of keep_global, shrink, equal"):
+    with pytest.raises(ValueError, match=r"`policy` .='keep'. must be one of keep_global, shrink, equal"):
         split_batch("keep", 8, (4, 3), 4)  # pyright: ignore[reportArgumentType]

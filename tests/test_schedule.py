@@ -59,8 +59,8 @@ def test_a_schedule_without_events_says_nothing():
 
 # What is impossible.
 
-RANK = "`rank` (={rank}) must be below the TP degree of replica {replica} (={degree})."
-REPLICA = "`replica` (={replica}) must be below the number of replicas (={num})."
+RANK = "`rank` (={rank}) must be at least 0 and below the TP degree of replica {replica} (={degree})."
+REPLICA = "`replica` (={replica}) must be at least 0 and below the number of replicas (={num})."
 NOTHING_LOST = "replica {replica} has lost no device (TP degree {degree} of {nominal})."
 
 

@@ -15,9 +15,11 @@ from ntpjax.sections import (
     RestoreEvent,
     RunConfig,
     ScheduleConfig,
+    SourceConfig,
     TopologyConfig,
     parse_event,
 )
+from ntpjax.text import Source
 
 
 class Root(Section):
@@ -32,7 +34,7 @@ class Root(Section):
 
 
 SECTIONS: tuple[type[Section], ...] = (
-    *(RunConfig, TopologyConfig, BatchConfig, OptimizerConfig, DataConfig),
+    *(RunConfig, TopologyConfig, BatchConfig, OptimizerConfig, DataConfig, SourceConfig),
     *(EvalConfig, CheckpointConfig, ScheduleConfig, FailEvent, RestoreEvent),
 )
 GOOD = """
@@ -92,6 +94,13 @@ def test_lists_become_tuples_and_ints_become_floats(tmp_path: Path):
             "data.files=[a.txt]",
             "data.files: must be empty when source is 'sotu'; leave it out or set source to 'files'",
         ),
+        ("data.source=mixture", "data.mixture: must list at least one source when source is 'mixture' (got [])"),
+        (
+            "data.mixture=[{source: sotu}]",
+            "data.mixture: must be empty when source is 'sotu'; leave it out or set source to 'mixture'",
+        ),
+        ("data.tokenizer=3", "data.tokenizer: must be a path (got 3)"),
+        ("data.text_key=3", "data.text_key: must be text (got 3)"),
         (
             "schedule.fail=[step=0 replica=0 rank=0]",
             "schedule.fail[0].step: must be greater than or equal to 1 (got 0)",
@@ -103,6 +112,70 @@ def test_a_value_that_a_section_cannot_use_is_reported(tmp_path: Path, override:
     problems = problems_of(tmp_path, override)
     assert len(problems) == 1
     assert problems[0].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("sources", "settings", "expected"),
+    [
+        (["{source: files}"], (), "data.mixture[0].files: must name at least one glob pattern when source is 'files'"),
+        (["{source: sotu}", "{source: sotu, files: [a]}"], (), "data.mixture[1].files: must be empty when source is"),
+        (["{source: mixture}"], (), "data.mixture[0].source: must be 'sotu' or 'files' (got 'mixture')"),
+        (["{source: sotu, wieght: 2}"], (), "data.mixture[0].wieght: is an unknown key (did you mean 'weight'?)"),
+        (["{source: sotu, weight: 0}"], (), "data.mixture[0].weight: must be greater than 0 (got 0"),
+        (["{source: sotu, weight: .inf}"], (), "data.mixture[0].weight: must be a finite number (got inf)"),
+        (["{source: sotu}"], ("data.files=[a.txt]",), "data.files: must be empty when source is 'mixture'"),
+        (["{source: sotu}"], ("data.text_key=body",), "data.text_key: must be left out when source is 'mixture'"),
+        (
+            ["{source: sotu, weight: 0.33333}", "{source: sotu, weight: 0.66667}"],
+            (),
+            "data.mixture: weights must be ratios of whole numbers with a sum of at most 10000; round them "
+            "(got 0.33333, 0.66667, which is [33333, 66667])",
+        ),
+    ],
+)
+def test_a_mixture_that_cannot_be_used_is_reported(
+    tmp_path: Path, sources: list[str], settings: tuple[str, ...], expected: str
+):
+    mixture = ("data.source=mixture", f"data.mixture=[{', '.join(sources)}]", *settings)
+    (problem,) = problems_of(tmp_path, *mixture)
+    assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ((None,), (1,)),
+        ((0.3,), (1,)),
+        ((None, None), (1, 1)),
+        ((2, 1.0), (2, 1)),
+        ((4.0, 2.0), (2, 1)),
+        ((0.1, 0.3, 0.6), (1, 3, 6)),
+        ((1.0, 1.009), (1000, 1009)),
+        ((1e-3, 2e-3), (1, 2)),
+        ((1e30, 3e30), (1, 3)),
+        ((0.75, 1.5, 1.2), (5, 10, 8)),
+    ],
+)
+def test_weights_are_exact_ratios_of_whole_numbers(
+    tmp_path: Path, weights: tuple[float | None, ...], expected: tuple[int, ...]
+):
+    sources = ("{source: sotu}" if w is None else f"{{source: sotu, weight: {w}}}" for w in weights)
+    data = load_good(tmp_path, "data.source=mixture", f"data.mixture=[{', '.join(sources)}]").data
+    assert data.weights == expected
+
+
+def test_sources_are_found_with_the_key_that_they_have_in_the_file(tmp_path: Path):
+    for name in ("a.txt", "b.jsonl"):
+        (tmp_path / name).write_text("text")
+    single = load_good(tmp_path, "data.source=files", f"data.files=['{tmp_path}/*']", "data.text_key=body").data
+    (tmp_path / "config.yaml").unlink()
+    assert single.find_sources() == (Source("data", (tmp_path / "a.txt", tmp_path / "b.jsonl"), "body"),)
+    assert single.weights == (1,)
+    rows = f"{{source: files, files: ['{tmp_path}/*.jsonl'], text_key: row}}"
+    mixed = load_good(tmp_path, "data.source=mixture", f"data.mixture=[{{source: sotu}}, {rows}]").data
+    speeches, other = mixed.find_sources()
+    assert (speeches.key, len(speeches.files)) == ("data.mixture[0]", 249)
+    assert other == Source("data.mixture[1]", (tmp_path / "b.jsonl",), "row")
 
 
 FLOATS = ("learning_rate", "final_fraction", "b1", "b2", "eps", "weight_decay", "clip_norm")
@@ -169,5 +242,7 @@ def test_a_bad_event_is_reported_with_its_place(tmp_path: Path):
 def test_a_section_built_in_code_is_checked_too():
     with pytest.raises(ValueError, match="must name at least one glob"):
         DataConfig(source="files", seq_len=8)
+    with pytest.raises(ValueError, match="must list at least one source"):
+        DataConfig(source="mixture", seq_len=8)
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         CheckpointConfig(keep_last=0)

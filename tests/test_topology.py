@@ -247,5 +247,5 @@ def test_restoring_a_replica_that_has_lost_nothing_is_refused():
 
 
 def test_a_nominal_degree_below_a_replicas_degree_is_refused() -> None:
-    with pytest.raises(ValueError, match="`nominal_tp` .=3. must be at least the largest of `degrees`"):
+    with pytest.raises(ValueError, match=r"`nominal_tp` .=3. must be at least the largest of `degrees`"):
         Topology.of_degrees((4, 3), nominal_tp=3)
