@@ -328,7 +328,8 @@ def _require_same_run(saved: dict[str, Any], here: dict[str, Any], path: Path) -
     ]
     if saved["text"] != here["text"]:
         problems.append(
-            f"data: the checkpoint was made with text {saved['text']}, this configuration reads {here['text']}"
+            f"data: the checkpoint was made with text {saved['text']}, this configuration reads {here['text']}; "
+            "the name covers text, tokenizer and weights"
         )
     if problems:
         problems.append("set them back to resume, or choose another run.dir to start anew")
