@@ -61,7 +61,7 @@ def train(params: Arrays) -> tuple[Arrays, list[float]]:
     state, losses = here.start(params), []
     for step in range(NUM_STEPS):
         if step in EVENTS:
-            old, here = here, training.on(EVENTS[step](here.flat.topology))
+            old, here = here, training.on(EVENTS[step](here.topology))
             state, moved = here.take(state, old)
             print(f"TP {old.flat.degrees} -> {here.flat.degrees}: {moved}")
         rows = jax.tree.map(lambda array: array.reshape(2, -1, *array.shape[1:]), make_batch(step))

@@ -111,7 +111,7 @@ def train(params: Params) -> tuple[Params, list[float]]:
     state, losses = here.start(params), []
     for step in range(NUM_STEPS):
         if step in EVENTS:
-            old, here = here, training.on(EVENTS[step](here.flat.topology))
+            old, here = here, training.on(EVENTS[step](here.topology))
             state, moved = here.take(state, old)
             print(f"TP {old.flat.degrees} -> {here.flat.degrees}: {moved}")
         state, sums = here.step(state, make_batch(step).reshape(2, -1, SEQ_LEN + 1))  # half the rows for each replica

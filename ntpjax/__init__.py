@@ -25,7 +25,7 @@ from ntpjax.step import (
     make_optimizer_init,
 )
 from ntpjax.topology import Topology
-from ntpjax.training import Generation, Training
+from ntpjax.training import Generation, Training, deal_rows
 
 __all__ = [
     "REPLICATED",
@@ -48,6 +48,7 @@ __all__ = [
     "TensorParallel",
     "Topology",
     "Training",
+    "deal_rows",
     "flat_mesh",
     "make_apply_step",
     "make_eval_step",

@@ -148,7 +148,7 @@ def exchange_units(
         zip(moving, total([gather_units(units[i], rows(i, "give"), parts[i].dim) for i in moving]), strict=True)
     )
     for i in moving:
-        both = jnp.concatenate([units[i], shared[i]], axis=parts[i].dim)
+        both = jnp.concatenate([units[i], shared[i]], axis=parts[i].dim) if shared[i].size else units[i]
         leaves[i] = parts[i].join(gather_units(both, rows(i, "take"), parts[i].dim))
     return jax.tree.unflatten(structure, leaves)
 

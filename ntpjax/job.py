@@ -74,7 +74,7 @@ class TrainState:
 
     @property
     def topology(self) -> Topology:
-        return self.generation.flat.topology
+        return self.generation.topology
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ any number of ranks.
 """
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -77,71 +77,94 @@ def partition_tree(params: PyTree, rules: Mapping[str, tuple[Any, ...]], nominal
         or units that cannot be copied with another family's.
     """
     typed_rules = {pattern: Rule(*rule) for pattern, rule in rules.items()}
-    unused, num_units = set(rules), dict[str, int]()
-
-    def match(path: tuple[Any, ...], leaf: jax.Array) -> str | None:
-        name = path_name(path)
-        matching = [pattern for pattern in rules if fnmatch.fnmatchcase(name, pattern)]
-        unused.difference_update(matching)
-        if len(matching) > 1:
-            raise ValueError(f"parameter '{name}' is matched by the rules {matching}; exactly one may match.")
-        if not matching:
-            return None
-        rule = typed_rules[matching[0]]
-        units = _num_units(name, leaf.shape, matching[0], rule)
-        known = num_units.setdefault(rule.family, units)
-        if known != units:
-            raise ValueError(
-                f"parameter '{name}' has {units} units of family '{rule.family}', others have {known}; give it a "
-                "family of its own or another unit size."
-            )
-        return matching[0]
-
-    patterns = jax.tree_util.tree_map_with_path(match, params)
-    if unused:
-        raise ValueError(f"rules {sorted(unused)} match no parameter; remove them or correct the pattern.")
-    families = _families(typed_rules.values(), num_units, nominal_tp)
-
-    def partition(pattern: str | None) -> Partition:
-        if pattern is None:
-            return Partition()
-        rule = typed_rules[pattern]
-        return Partition(families[rule.family], rule.dim, rule.unit_size)
-
-    return jax.tree.map(partition, patterns, is_leaf=lambda leaf: leaf is None)
-
-
-def _num_units(name: str, shape: tuple[int, ...], pattern: str, rule: Rule) -> int:
-    if not 0 <= rule.dim < len(shape) or rule.unit_size < 1 or shape[rule.dim] % rule.unit_size or not shape[rule.dim]:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    cuts = [_cut(path_name(path), tuple(leaf.shape), typed_rules) for path, leaf in leaves]
+    unmatched = sorted(set(rules) - {cut.pattern for cut in cuts if cut})
+    if unmatched:
+        names = ", ".join(path_name(path) for path, _ in leaves)
         raise ValueError(
-            f"rule '{pattern}': parameter '{name}' has shape {tuple(shape)}, but its dimension {rule.dim} must be a "
-            f"whole number of units of `unit_size` (={rule.unit_size}); change the rule or the parameter's size."
+            f"rules {unmatched} match no parameter; remove them or correct the pattern (the parameters: {names})."
         )
-    return shape[rule.dim] // rule.unit_size
+    families = _families([cut for cut in cuts if cut], nominal_tp)
+    return jax.tree.unflatten(structure, [cut.partition(families) if cut else Partition() for cut in cuts])
 
 
-def _families(rules: Iterable[Rule], num_units: Mapping[str, int], nominal_tp: int) -> dict[str, Family]:
-    """The families that the rules name. Raises ValueError if one cannot be copied with the other."""
-    leader_of = {rule.family: rule.copied_with for rule in rules if rule.copied_with is not None}
-    group_sizes: dict[str, int] = {}
-    for name, leader in leader_of.items():
-        if leader not in num_units or leader in leader_of or num_units[leader] % num_units[name]:
+@dataclass(frozen=True)
+class _Cut:
+    """A parameter, and the rule that cuts it."""
+
+    name: str
+    shape: tuple[int, ...]
+    pattern: str
+    rule: Rule
+
+    @property
+    def num_units(self) -> int:
+        return self.shape[self.rule.dim] // self.rule.unit_size
+
+    def partition(self, families: Mapping[str, Family]) -> Partition:
+        return Partition(families[self.rule.family], self.rule.dim, self.rule.unit_size)
+
+    def __str__(self) -> str:
+        units = "1 unit" if self.num_units == 1 else f"{self.num_units} units"
+        return f"'{self.name}' (shape {self.shape}, dimension {self.rule.dim}: {units})"
+
+
+def _cut(name: str, shape: tuple[int, ...], rules: Mapping[str, Rule]) -> _Cut | None:
+    """The cut of a parameter, None if it is replicated. Raises ValueError if two rules match, or one does not fit."""
+    matching = [pattern for pattern in rules if fnmatch.fnmatchcase(name, pattern)]
+    if len(matching) > 1:
+        raise ValueError(
+            f"parameter '{name}' of shape {shape} is matched by the rules {matching}; exactly one may match: remove "
+            "one, or make its pattern narrower."
+        )
+    if not matching:
+        return None
+    rule = rules[matching[0]]
+    fits = 0 <= rule.dim < len(shape) and rule.unit_size >= 1 and shape[rule.dim] % rule.unit_size == 0
+    if not fits or not shape[rule.dim]:
+        raise ValueError(
+            f"rule '{matching[0]}': parameter '{name}' has shape {shape}, but its dimension {rule.dim} must be a whole "
+            f"number of units of `unit_size` (={rule.unit_size}); change the rule or the parameter's size."
+        )
+    return _Cut(name, shape, matching[0], rule)
+
+
+def _families(cuts: Sequence[_Cut], nominal_tp: int) -> dict[str, Family]:
+    """The families of the parameters, by name. Raises ValueError if their numbers of units do not go together."""
+    first: dict[str, _Cut] = {}
+    for cut in cuts:
+        same = first.setdefault(cut.rule.family, cut)
+        if (same.num_units, same.rule.copied_with) != (cut.num_units, cut.rule.copied_with):
             raise ValueError(
-                f"family '{name}' ({num_units[name]} units) is copied with '{leader}' ({num_units.get(leader, 'no')} "
-                "units), which must be an ordinary family with a whole multiple of its units; change a rule or a size."
+                f"{same} and {cut} are of family '{cut.rule.family}', whose parameters must have equally many units "
+                "and the same `copied_with`; give one a family of its own or another unit size."
             )
-        size = num_units[leader] // num_units[name]
-        if group_sizes.setdefault(leader, size) != size:
-            raise ValueError(f"two families are copied with '{leader}', but have different numbers of units.")
-    families: dict[str, Family] = {}
-    splits = {
-        name: Split(name, num, nominal_tp, group_sizes.get(name, 1))
-        for name, num in num_units.items()
-        if name not in leader_of
-    }
-    families.update(splits)
-    families.update({name: Copied(name, splits[leader]) for name, leader in leader_of.items()})
-    return families
+    copied = {name: cut for name, cut in first.items() if cut.rule.copied_with is not None}
+    ordinary = {name: cut for name, cut in first.items() if name not in copied}
+    splits: dict[str, Split] = {}
+    for name, cut in ordinary.items():
+        group_sizes = {_group_size(cut, copy) for copy in copied.values() if copy.rule.copied_with == name} or {1}
+        if len(group_sizes) > 1:
+            raise ValueError(f"families copied with '{name}', {cut}, must have equally many units; change a size.")
+        splits[name] = Split(name, cut.num_units, nominal_tp, group_sizes.pop())
+    copies: dict[str, Family] = {}
+    for name, cut in copied.items():
+        users = splits.get(cut.rule.copied_with or "")
+        if users is None:
+            raise ValueError(f"{cut} is copied with '{cut.rule.copied_with}', which no ordinary rule names; change it.")
+        copies[name] = Copied(name, users)
+    return copies | splits
+
+
+def _group_size(users: _Cut, copied: _Cut) -> int:
+    """How many units of the users share one copied unit."""
+    if users.num_units % copied.num_units:
+        raise ValueError(
+            f"{copied} is copied with '{users.rule.family}', {users}, which must have a whole multiple of its units; "
+            "change a rule or a size."
+        )
+    return users.num_units // copied.num_units
 
 
 def families_in(partitions: PyTree) -> tuple[Family, ...]:

@@ -142,7 +142,8 @@ class Replicas:
     def from_ranks_0(self, *values: jax.Array) -> list[jax.Array]:
         """Scalars that every rank of a replica has alike: kept on its rank 0, zeros elsewhere, to count them once."""
         first = jnp.asarray(self.flat.ranks, jnp.int32)[lax.axis_index(AXIS)] == 0
-        return [jnp.where(first, value.astype(jnp.promote_types(value.dtype, jnp.float32)), 0) for value in values]
+        dtype = jnp.result_type(jnp.float32, *values)
+        return [jnp.where(first, jnp.asarray(value, dtype), 0) for value in values]
 
     @functools.cached_property
     def _tables(self) -> dict[int, "_Tables"]:
@@ -155,7 +156,7 @@ class Replicas:
 
 
 class _Tables(NamedTuple):
-    """Index arrays of a replica of one degree, for each unit family; families that need no reshard are left out."""
+    """Index arrays of a replica of one degree, for each unit family that needs them."""
 
     unit_ids: dict[str, np.ndarray]
     copy_slots: dict[str, np.ndarray | None]
@@ -170,11 +171,13 @@ def _tables(flat: FlatMesh, families: tuple[Family, ...], degree: int) -> _Table
         tables.unit_ids[family.name] = unit_id_table(family, degree, compute.slots)
         if isinstance(family, Copied):
             tables.copy_slots[family.name] = copy_slot_table(family, degree)
-        if compute != sync:
-            slots = buffer_slots(family, flat.degrees)
+        slots = buffer_slots(family, flat.degrees)
+        # Also where only padding is to be dropped: a model may well give it a gradient (sigmoid(0) is not 0).
+        if compute != sync or any(len(units) < slots for units in compute.ranks):
             to_sync = exchange(compute, sync, add_copies=family.add_copies)
             tables.pre_sync[family] = exchange_tables(to_sync, slots, slots)
-            tables.post_sync[family] = exchange_tables(exchange(sync, compute), slots, slots)
+            if compute != sync:
+                tables.post_sync[family] = exchange_tables(exchange(sync, compute), slots, slots)
     return tables
 
 

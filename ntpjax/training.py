@@ -3,10 +3,10 @@
     training = Training.of(model, params, partition_tree(params, rules, nominal_tp=4), optax.adam(1e-3))
     here = training.on(Topology.of_degrees((4, 4)))
     state = here.start(params)
-    state, sums = here.step(state, batch)                           # batch: rows of each replica
-    smaller = training.on(here.flat.topology.lose(replica=1, rank=2))
+    state, sums = here.step(state, deal_rows(batch, (8, 8)))
+    smaller = training.on(here.topology.lose(replica=1, rank=2))
     state, moved = smaller.take(state, here)                        # survivors keep theirs, lost units move
-    state, sums = smaller.step(state, batch)
+    state, sums = smaller.step(state, deal_rows(batch, split_batch("keep_global", 16, (4, 3), 4)))
 
 `ntpjax.trainer` is built on the same two, with data, checkpoints and failures around them.
 """
@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from ntpjax.mesh import Device, FlatMesh, flat_mesh
 from ntpjax.move import Moved, move_state
 from ntpjax.optimizer import require_elementwise, state_partitions
 from ntpjax.packing import pack, unpack
+from ntpjax.partition import Partition, path_name
 from ntpjax.step import Model, StepSums, make_apply_step, make_eval_step, make_grad_step, make_init, make_optimizer_init
 from ntpjax.topology import Topology
 
@@ -64,8 +66,9 @@ class Training:
         """The training of a model with parameters like `params` (arrays or shapes), cut as `partitions` say.
 
         Raises:
-          ValueError: if the optimizer may not run on shards.
+          ValueError: if the optimizer may not run on shards, or the parameters are not `ends` and stacked `layers`.
         """
+        _require_ends_and_layers(params, partitions)
         require_elementwise(optimizer, params)
         shapes = jax.eval_shape(lambda tree: tree, params)
         return cls(
@@ -106,6 +109,10 @@ class Generation:
     apply_step: Any
     eval_step: Any
 
+    @property
+    def topology(self) -> Topology:
+        return self.flat.topology
+
     def start(self, params: PyTree) -> State:
         """The first state, from logical parameters."""
         return self._with_moments(pack(params, self.training.partitions["params"], self.flat))
@@ -136,8 +143,22 @@ class Generation:
         return move_state(state, self.training.partitions, old.flat, self.flat)
 
     def batch(self, rows: PyTree) -> PyTree:
-        """Rows of each replica, arrays [num_replicas, rows, ...] by replica id, on the devices of the replicas."""
-        return jax.tree.map(lambda array: self.flat.place([array[replica] for replica in self.flat.replica_of]), rows)
+        """Rows of each replica, arrays [num_replicas, rows, ...] by replica id, on the devices of the replicas.
+
+        Raises:
+          ValueError: if an array is not of as many replicas as the topology has.
+        """
+        num_replicas = len(self.topology.replicas)
+
+        def place(array: np.ndarray) -> jax.Array:
+            if np.shape(array)[:1] != (num_replicas,):
+                raise ValueError(
+                    f"an array of the batch has shape {np.shape(array)}, but its dimension 0 must be the "
+                    f"{num_replicas} replicas; see `deal_rows`."
+                )
+            return self.flat.place([array[replica] for replica in self.flat.replica_of])
+
+        return jax.tree.map(place, rows)
 
     def step(self, state: State, rows: PyTree) -> tuple[State, StepSums]:
         """One step on a batch given as rows of each replica; the sums are ready when the step is committed."""
@@ -155,3 +176,45 @@ class Generation:
 
     def _with_moments(self, params: PyTree) -> State:
         return {"params": params, "opt_state": make_optimizer_init(self.training.optimizer, self.flat)(params)}
+
+
+def deal_rows(batch: PyTree, rows: Sequence[int]) -> PyTree:
+    """A global batch as rows of each replica: arrays [sum(rows), ...] to [num_replicas, max(rows), ...].
+
+    Replica `r` gets the next `rows[r]` rows; missing ones are zeros, which count nothing where the weights are among
+    them.
+
+    >>> deal_rows({"weights": np.ones(3)}, (2, 1))
+    {'weights': array([[1., 1.],
+           [1., 0.]])}
+
+    Raises:
+      ValueError: if an array has another number of rows.
+    """
+    is_row = np.arange(max(rows)) < np.asarray(rows)[:, None]
+
+    def deal(array: np.ndarray) -> np.ndarray:
+        array = np.asarray(array)
+        if array.shape[:1] != (sum(rows),):
+            raise ValueError(
+                f"an array of the batch has shape {array.shape}, but must have the {sum(rows)} rows dealt."
+            )
+        dealt = np.zeros((*is_row.shape, *array.shape[1:]), array.dtype)
+        # A mask is filled replica by replica and row by row.
+        dealt[is_row] = array
+        return dealt
+
+    return jax.tree.map(deal, batch)
+
+
+def _require_ends_and_layers(params: PyTree, partitions: PyTree) -> None:
+    if not isinstance(params, dict) or params.keys() != {"ends", "layers"}:
+        found = sorted(params) if isinstance(params, dict) else type(params).__name__
+        raise ValueError(f"`params` must be a dict of 'ends' and 'layers' (got {found}).")
+    paths, _ = jax.tree_util.tree_flatten_with_path(params["layers"])
+    for (path, leaf), part in zip(paths, jax.tree.leaves(partitions["layers"]), strict=True):
+        if part.dim == 0 and part != Partition():
+            raise ValueError(
+                f"parameter 'layers.{path_name(path)}' of shape {tuple(leaf.shape)} has its units on dimension 0, "
+                "which counts the layers; stack the layers, and give the rule another dimension."
+            )

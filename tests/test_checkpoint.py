@@ -122,10 +122,10 @@ def test_a_tied_head_is_saved_once_and_moments_have_the_types_of_the_optimizer(c
     with pytest.raises(CheckpointError) as caught:
         checkpoints.restore(1, untied)
     missing = "the checkpoint has nothing, this run has ((67, 4), 'float32')"
-    assert str(caught.value).splitlines()[1:] == [
-        f"  params 'ends.head': {missing}",
+    assert sorted(str(caught.value).splitlines()[1:]) == [
         f"  opt_state '0.mu.ends.head': {missing}",
         f"  opt_state '0.nu.ends.head': {missing}",
+        f"  params 'ends.head': {missing}",
     ]
 
 
@@ -167,15 +167,26 @@ checkpoints.close()
 """
 
 
-def test_one_device_reads_what_eight_saved(checkpoints: Checkpoints, tmp_path: Path):
+def run_alone(program: str, folder: Path, **environment: str) -> Any:
+    """What a process of its own prints last, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_one_device_reads_what_eight_saved(checkpoints: Checkpoints):
     assert jax.device_count() == 8
     logical, partitions = transformer_state(tied=True)
     save(checkpoints, 20, unpack(pack(logical, partitions, mesh_of((8,))), partitions, mesh_of((8,))))
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    command = [sys.executable, "-c", READ_ALONE, str(checkpoints.path(20).parent)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    num_devices, step, meta, *digests = json.loads(done.stdout.splitlines()[-1])
+    folder = checkpoints.path(20).parent
+    num_devices, step, meta, *digests = run_alone(READ_ALONE, folder, JAX_NUM_CPU_DEVICES="1")
     expected = {
         name: hashlib.sha256(leaf.tobytes()).hexdigest()
         for tree in logical.values()
@@ -365,16 +376,44 @@ def test_a_full_disk_in_mid_save_surfaces_and_the_step_can_be_saved_again(tmp_pa
         assert_same_bits(checkpoints.restore(20, tiny(0)), tiny(20))
 
 
-# Orbax drops what it meant to do next in its writer thread.
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_folder_that_is_gone_in_mid_run_surfaces(tmp_path: Path):
-    folder = tmp_path / "checkpoints"
-    with closing(Checkpoints(folder, keep_last=3)) as checkpoints:
-        save(checkpoints, 10, tiny(10))
-        shutil.rmtree(folder)
-        folder.write_text("in the way")
-        checkpoints.save(20, tiny(20), {"step": 20})
-        with pytest.raises(CheckpointError, match="step 20"):
-            checkpoints.wait()
-        assert checkpoints.latest_step() is None
+SAVE_WHERE_THE_FOLDER_IS_GONE = """
+import json, os, shutil, sys, threading, time
+from pathlib import Path
+import numpy as np
+from ntpjax import CheckpointError, Checkpoints
+folder, error = Path(sys.argv[1]) / "checkpoints", ""
+checkpoints = Checkpoints(folder, keep_last=3)
+state = {"params": {"a": np.ones(3)}, "opt_state": {"n": np.array(1)}}
+checkpoints.save(10, state, {})
+checkpoints.wait()
+shutil.rmtree(folder)
+folder.write_text("in the way")
+try:
+    checkpoints.save(20, state, {})
+    checkpoints.wait()
+except CheckpointError as failure:
+    error = str(failure)
+checkpoints.close()
+deadline, main = time.monotonic() + 3, threading.main_thread()
+while (left := [t.name for t in threading.enumerate() if t is not main and not t.daemon]) and time.monotonic() < deadline:
+    time.sleep(0.05)
+print(json.dumps({"error": error, "left": left}), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder_gone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process tells whose folder is gone in mid-run; it may not be this one, which its threads would hold up."""
+    return run_alone(SAVE_WHERE_THE_FOLDER_IS_GONE, tmp_path_factory.mktemp("gone"))
+
+
+def test_a_folder_that_is_gone_in_mid_run_surfaces(folder_gone: dict[str, Any]):
+    assert "step 20" in folder_gone["error"]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="Orbax threads wait 300 s for a folder that they make themselves in the background"
+)
+def test_no_thread_holds_up_the_end_of_a_process_whose_save_failed(folder_gone: dict[str, Any]):
+    assert folder_gone["left"] == []

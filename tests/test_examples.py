@@ -114,16 +114,30 @@ ATTENTION = {  # 3 layers, width 16, 8 query heads, 2 KV heads, 4 numbers a head
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({"layers.q": ("heads", 2)}, ["'layers.q'", "match no parameter", "remove", "correct the pattern"]),
-        ({"q": ("heads", 2), "*": ("heads", 2)}, ["'q'", "['q', '*']", "exactly one may match"]),
+        ({"layers.q": ("heads", 2)}, ["'layers.q'", "match no parameter", "remove", "correct the pattern", "q"]),
+        (
+            {"q": ("heads", 2), "*": ("heads", 2)},
+            ["'q'", "(3, 16, 8, 4)", "['q', '*']", "exactly one may match", "remove one"],
+        ),
         ({"q": ("heads", 2, 3)}, ["'q'", "(3, 16, 8, 4)", "dimension 2", "`unit_size` (=3)", "change the rule or"]),
         ({"q": ("heads", 4)}, ["'q'", "(3, 16, 8, 4)", "dimension 4", "change the rule or"]),
-        ({"q": ("heads", 2), "kv": ("heads", 2)}, ["'q'", "8 units", "'heads'", "have 2", "another unit size"]),
+        (
+            {"q": ("heads", 2), "kv": ("heads", 2)},
+            ["'q' (shape (3, 16, 8, 4), dimension 2: 8 units)", "dimension 2: 2 units", "'heads'", "another unit size"],
+        ),
         (
             {"q": ("heads", 2, 8), "kv": ("kv", 2, 1, "heads")},
-            ["'kv' (2 units)", "'heads' (1 units)", "whole multiple", "change a rule or a size"],
+            [
+                "dimension 2: 2 units) is copied with 'heads', 'q'",
+                "1 unit)",
+                "whole multiple",
+                "change a rule or a size",
+            ],
         ),
-        ({"kv": ("kv", 2, 1, "heads")}, ["'kv' (2 units)", "'heads' (no units)", "change a rule"]),
+        (
+            {"kv": ("kv", 2, 1, "heads")},
+            ["dimension 2: 2 units) is copied with 'heads'", "no ordinary rule names", "change it"],
+        ),
     ],
 )
 def test_a_bad_rule_is_refused_with_its_names_sizes_and_remedy(rules: dict[str, tuple], words: list[str]) -> None:
