@@ -5,6 +5,7 @@ dotted names to arrays, and `meta`, a JSON object (step, samples seen, random ke
 many devices it was made.
 """
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
@@ -29,8 +30,14 @@ class Checkpoints:
     def __init__(self, directory: Path, *, keep_last: int) -> None:
         # Orbax needs an absolute path, and the working directory may change later.
         self._directory = directory.absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep_last, enable_async_checkpointing=True, create=True)
-        handlers = {"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep_last,
+            enable_async_checkpointing=True,
+            create=True,
+            # Made in the background, a folder that cannot be made is waited for, by threads that outlive the save.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
+        handlers: dict[str, Any] = {"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
         self._saving: int | None = None
 
@@ -40,8 +47,11 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """The newest step that is complete on disk, after a running save has ended."""
         self.wait()
-        complete = [step for step in self._manager.all_steps() if (self.path(step) / "meta" / "metadata").exists()]
-        return max(complete, default=None)
+        return max(filter(self.is_complete, self._manager.all_steps()), default=None)
+
+    def is_complete(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is there, whole."""
+        return (self.path(step) / "state").is_dir() and (self.path(step) / "meta" / "metadata").is_file()
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
         """Hands the state after `step` steps to the writer.
@@ -49,17 +59,23 @@ class Checkpoints:
         Args:
           state: trees of host arrays with logical shapes; they must not change until the save is complete.
 
+        An incomplete checkpoint of that step, left by others, is set aside.
+
         Raises:
-          CheckpointError: if the previous save failed, or Orbax refuses this one.
+          CheckpointError: if the previous save failed, or Orbax refuses this one, as for a step that is there.
         """
         self.wait()
+        if self.path(step).exists() and not self.is_complete(step):
+            self._set_aside(step)
         named = {name: named_leaves(tree) for name, tree in state.items()}
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(named), meta=ocp.args.JsonSave(dict(meta)))
-        # Orbax skips a step that is not above the newest one without a word.
-        if not self._manager.save(step, args=items, force=True):
-            raise CheckpointError(
-                f"Orbax refused to save step {step} in {self._directory}; newest there: {self.latest_step()}."
-            )
+        try:
+            # `force`: else Orbax skips a step that is not above the newest one without a word.
+            accepted = self._manager.save(step, args=items, force=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"step {step} cannot be saved in {self._directory}: {error}") from error
+        if not accepted:
+            raise CheckpointError(f"Orbax refused to save step {step} in {self._directory}, without a reason.")
         self._saving = step
 
     def saved(self) -> int | None:
@@ -113,6 +129,13 @@ class Checkpoints:
             self.wait()
         finally:
             self._manager.close()
+
+    def _set_aside(self, step: int) -> None:
+        """Moves a folder that is in the way, instead of deleting what may be of use to somebody."""
+        folder = self._directory / "set-aside"
+        folder.mkdir(exist_ok=True)
+        self.path(step).rename(folder / f"{step}-{time.time_ns()}")
+        self._manager.reload()
 
     def _require_same(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
         metadata = self._manager.item_metadata(step)["state"]

@@ -120,8 +120,13 @@ def rows_of(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def save(job: Job, state: TrainState, services: Services, positions: Sequence[int] | None = None) -> None:
-    """Hands the state to the checkpoint writer, read from the devices at `positions` (by default one whole replica)."""
+    """Hands the state to the checkpoint writer, read from the devices at `positions` (by default one whole replica).
+
+    A step that is on disk already is not saved again.
+    """
     report_saved(services, services.checkpoints.wait())
+    if services.checkpoints.is_complete(state.step):
+        return
     started = time.monotonic()
     logical = state.generation.gather(state.arrays, positions)
     key = jax.random.key(job.seed)

@@ -58,9 +58,7 @@ def train(job: Job, state: TrainState, services: Services, *, resumed_from: str 
         while state.step < job.num_steps:
             running = running or start_running(job, state, services)
             state, running, tally = _advance(job, state, running, tally, services)
-        report_saved(services, services.checkpoints.wait())
-        if services.checkpoints.latest_step() != state.step:
-            save_and_wait(job, state, services)
+        save_and_wait(job, state, services)
     except TrainingStoppedError as stop:
         reason, exit_code = stop.reason, stop.exit_code
     except CheckpointError as error:

@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from test_trainer import (  # The fixtures `compiled` and `text` are used by name.
+from test_trainer import (
     NUM_STEPS,
-    compiled,  # noqa: F401
+    compiled,  # noqa: F401 - works in this file too
     settings,
-    text,  # noqa: F401
 )
 
 from benchmarks import failure_parity
@@ -31,7 +30,6 @@ Benchmark = Callable[[], tuple[float, int, str]]
 
 @pytest.fixture
 def benchmark(
-    text: Path,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -39,7 +37,7 @@ def benchmark(
 ) -> Benchmark:
     """Runs the benchmark on a tiny model with fewer steps; gives the three values of its last line."""
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(settings(text, tmp_path, [4, 4])), encoding="utf-8")
+    config.write_text(yaml.safe_dump(settings(tmp_path, [4, 4])), encoding="utf-8")
     monkeypatch.setattr(failure_parity, "NUM_STEPS", NUM_STEPS)
     monkeypatch.setattr(failure_parity, "LOSSES", ("step=2 replica=1 rank=3", "step=4 replica=0 rank=1"))
     monkeypatch.setattr(failure_parity, "RETURNS", ("step=8 replica=1",))

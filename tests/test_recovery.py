@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_trainer import (  # The fixtures `compiled` and `text` are used by name.
+from test_trainer import (
     BATCH,
     NUM_STEPS,
     CrashAfter,
@@ -21,13 +21,12 @@ from test_trainer import (  # The fixtures `compiled` and `text` are used by nam
     Recorder,
     assert_no_threads_left,
     assert_same_bits,
-    compiled,  # noqa: F401
+    compiled,  # noqa: F401 - works in this file too
     config_of,
     logical,
     run,
     run_parts,
     saved_state,
-    text,  # noqa: F401
 )
 
 import train
@@ -117,9 +116,9 @@ def without_buffers(state: TrainState, lost: Sequence[int]) -> TrainState:
 
 
 @pytest.fixture(scope="module")
-def calm(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorder:  # noqa: F811
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
     """The run without failures, on one device."""
-    return run(config_of(text, tmp_path_factory.mktemp("calm"), 1))[1]
+    return run(config_of(tmp_path_factory.mktemp("calm"), 1))[1]
 
 
 def assert_equals_calm_run(trained: Trained, recorder: Recorder, calm: Recorder) -> None:
@@ -178,13 +177,13 @@ class Drilled:
 
 
 @pytest.fixture(scope="module")
-def drilled(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Drilled]:  # noqa: F811
+def drilled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Drilled]:
     """Runs a drill, once."""
 
     @functools.cache
     def run_drill(name: str) -> Drilled:
         drill, folder = DRILLS[name], tmp_path_factory.mktemp("drill")
-        config = config_of(text, folder, drill.tp, topology={"spares": drill.spares, "tp_min": drill.tp_min})
+        config = config_of(folder, drill.tp, topology={"spares": drill.spares, "tp_min": drill.tp_min})
         with destroying_lost_buffers() as devices:
             return Drilled(*run_parts(config, replace(drill.script, attempts={})), devices)
 
@@ -258,10 +257,10 @@ LAST_COPY = {"fail": ["step=6 replica=0 rank=1", "step=6 replica=1 rank=1"]}
 
 
 @pytest.fixture(scope="module")
-def rolled_back(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[train.Config, Drilled]:  # noqa: F811
+def rolled_back(tmp_path_factory: pytest.TempPathFactory) -> tuple[train.Config, Drilled]:
     """A run that loses the last copies in step 6, when its newest checkpoint is of step 3."""
     folder = tmp_path_factory.mktemp("rolled_back")
-    config = config_of(text, folder, [2, 2], checkpoint={"every": 3}, schedule=LAST_COPY)
+    config = config_of(folder, [2, 2], checkpoint={"every": 3}, schedule=LAST_COPY)
     with destroying_lost_buffers() as devices:
         return config, Drilled(*run(config), devices)
 
@@ -297,10 +296,9 @@ def test_after_a_roll_back_the_metrics_file_has_each_step_once(
 
 @pytest.mark.usefixtures("destroyed")
 def test_when_the_last_copy_is_lost_and_there_is_no_checkpoint_training_ends_with_exit_code_3(
-    text: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    config = config_of(text, tmp_path, [2, 2], schedule=LAST_COPY)
+    config = config_of(tmp_path, [2, 2], schedule=LAST_COPY)
     trained, recorder = run(config)
     assert (trained.ended.step, trained.ended.exit_code) == (5, 3)
     assert trained.ended.reason.startswith(
@@ -314,25 +312,24 @@ def test_when_the_last_copy_is_lost_and_there_is_no_checkpoint_training_ends_wit
 # Too small to go on.
 
 
-@pytest.mark.parametrize("every", [0, 4, 3])
+@pytest.mark.parametrize("every", [0, 3, 4])
 def test_below_tp_min_the_state_is_saved_and_a_lower_tp_min_resumes_it(
     every: int,
     calm: Recorder,
     destroyed: list[int],
-    text: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     changes = {"checkpoint": {"every": every}, "schedule": {"fail": ["step=5 replica=0 rank=0"]}}
-    trained, recorder = run(config_of(text, tmp_path, [2, 2], topology={"tp_min": 2}, **changes))
+    trained, recorder = run(config_of(tmp_path, [2, 2], topology={"tp_min": 2}, **changes))
     assert (trained.ended.step, trained.ended.exit_code, destroyed) == (4, 4, [0])
     assert trained.ended.reason == (
         "replica 0 lost rank 0 (device 0): TP (1, 2) is below topology.tp_min (=2); the state after step 4 was saved; "
         "start again with more devices or a lower tp_min"
     )
     assert [save.step for save in recorder.of(CheckpointSaved) if save.committed][-1] == 4
-    saved = saved_state(config_of(text, tmp_path, 1), 4)
+    saved = saved_state(config_of(tmp_path, 1), 4)
     assert all(np.isfinite(leaf).all() and (leaf != -7).all() for leaf in jax.tree.leaves(saved))
-    config = config_of(text, tmp_path, [2, 2], topology={"tp_min": 1}, **changes)
+    config = config_of(tmp_path, [2, 2], topology={"tp_min": 1}, **changes)
     resumed, rest = run(config)
     assert rest.of(RunStarted)[0].resumed_from == str(tmp_path / "checkpoints" / "4")
     assert resumed.ended.exit_code == 0
@@ -342,17 +339,16 @@ def test_below_tp_min_the_state_is_saved_and_a_lower_tp_min_resumes_it(
 
 @pytest.mark.usefixtures("destroyed")
 def test_below_tp_min_without_a_whole_state_nothing_is_saved_and_that_is_said(
-    text: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    trained, recorder = run(config_of(text, tmp_path, [2, 2], topology={"tp_min": 2}, schedule=LAST_COPY))
+    trained, recorder = run(config_of(tmp_path, [2, 2], topology={"tp_min": 2}, schedule=LAST_COPY))
     assert (trained.ended.step, trained.ended.exit_code) == (5, 4)
     assert "the state after step 5 was not saved, because no live device holds units" in trained.ended.reason
     assert recorder.of(CheckpointSaved) == []
 
 
-def test_when_every_device_is_lost_training_ends_with_exit_code_4(text: Path, tmp_path: Path) -> None:  # noqa: F811
-    config = config_of(text, tmp_path, [1, 1], topology={"tp_min": 0})
+def test_when_every_device_is_lost_training_ends_with_exit_code_4(tmp_path: Path) -> None:
+    config = config_of(tmp_path, [1, 1], topology={"tp_min": 0})
     trained, _ = run_parts(config, Schedule([Loss(3, 0, 0), Loss(3, 1, 0)]))
     assert (trained.ended.step, trained.ended.exit_code) == (2, 4)
     assert "TP (0, 0) is below topology.tp_min" in trained.ended.reason
@@ -364,11 +360,10 @@ def test_when_every_device_is_lost_training_ends_with_exit_code_4(text: Path, tm
 @pytest.mark.usefixtures("destroyed")
 def test_a_run_that_resumes_goes_on_with_its_schedule_and_lost_devices_stay_lost(
     calm: Recorder,
-    text: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     schedule = {"fail": ["step=3 replica=1 rank=1", "step=9 replica=0 rank=0"], "restore": ["step=8 replica=1"]}
-    config = config_of(text, tmp_path, [2, 2], checkpoint={"every": 2}, schedule=schedule)
+    config = config_of(tmp_path, [2, 2], checkpoint={"every": 2}, schedule=schedule)
     first = CrashAfter(5)
     with pytest.raises(CrashError):
         run(config, first)

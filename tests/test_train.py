@@ -16,21 +16,20 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from test_trainer import (  # The fixtures `compiled` and `text` are used by name.
+from test_trainer import (
     BATCH,
     NUM_STEPS,
     CrashAfter,
     CrashError,
     Recorder,
     assert_same_bits,
-    compiled,  # noqa: F401
+    compiled,  # noqa: F401 - works in this file too
     config_of,
     job_of,
     named,
     run,
     saved_state,
     settings,
-    text,  # noqa: F401
     train_plainly,
 )
 
@@ -69,20 +68,20 @@ def step_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def calm(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorder:  # noqa: F811
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
     """The run that is never stopped, on one device."""
-    return run(config_of(text, tmp_path_factory.mktemp("calm"), 1))[1]
+    return run(config_of(tmp_path_factory.mktemp("calm"), 1))[1]
 
 
 # Bad input: exit code 2 and one short message, before any device is touched.
 
 
 @pytest.fixture
-def good(text: Path, tmp_path: Path) -> Path:  # noqa: F811
+def good(tmp_path: Path) -> Path:
     """A configuration without a fault: 4|4, with a loss and a return on schedule."""
     schedule = {"fail": ["step=3 replica=1 rank=2"], "restore": ["step=5 replica=1"]}
     run_dir = tmp_path / "run"
-    return write_config(tmp_path, settings(text, run_dir, [4, 4], run={"cpu_devices": 8}, schedule=schedule))
+    return write_config(tmp_path, settings(run_dir, [4, 4], run={"cpu_devices": 8}, schedule=schedule))
 
 
 BAD_INPUT = {
@@ -155,7 +154,7 @@ def test_bad_input_gives_exit_code_2_and_one_short_message_with_the_key(
     assert [part for part in texts if part not in message] == []
     assert "Traceback" not in message
     assert len(message.splitlines()) <= 1 + len(texts)
-    assert not (good.parent / "run").exists()
+    assert not (good.parent / "run" / "checkpoints").exists()
 
 
 def test_a_missing_or_broken_configuration_is_named(
@@ -214,13 +213,12 @@ def test_help_names_every_option(main: Main, capsys: pytest.CaptureFixture[str])
 
 def test_the_command_line_adds_events_to_the_schedule_and_changes_settings(
     calm: Recorder,
-    text: Path,  # noqa: F811
     tmp_path: Path,
     main: Main,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     schedule = {"fail": ["step=3 replica=1 rank=1"]}
-    config = write_config(tmp_path, settings(text, tmp_path / "run", [2, 2], schedule=schedule))
+    config = write_config(tmp_path, settings(tmp_path / "run", [2, 2], schedule=schedule))
     fail = ["--fail", "step=5 replica=0 rank=0", "--fail", "step=8 replica=1 rank=1"]
     restore = ["--restore", "step=7 replica=1", "--restore", "step=10 replica=1"]
     changes = ["--set", "checkpoint.every=5", "--set", "checkpoint.keep_last=1"]
@@ -241,12 +239,11 @@ def test_the_command_line_adds_events_to_the_schedule_and_changes_settings(
 
 
 def test_a_finished_run_that_is_started_again_does_nothing(
-    text: Path,  # noqa: F811
     tmp_path: Path,
     main: Main,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = write_config(tmp_path, settings(text, tmp_path / "run", 1))
+    config = write_config(tmp_path, settings(tmp_path / "run", 1))
     assert main("--config", config) == 0
     lines, saved = step_lines(tmp_path / "run"), contents(tmp_path / "run" / "checkpoints")
     capsys.readouterr()
@@ -256,21 +253,35 @@ def test_a_finished_run_that_is_started_again_does_nothing(
     assert "compiling" not in capsys.readouterr().out
 
 
+LOSSES = {
+    3: ["--fail", "step=3 replica=0 rank=1", "--fail", "step=3 replica=1 rank=1"],
+    4: ["--fail", "step=3 replica=0 rank=1", "--set", "topology.tp_min=2"],
+}
+
+
+@pytest.mark.parametrize("exit_code", LOSSES)
+def test_the_command_ends_with_the_exit_code_of_the_run(
+    exit_code: int, tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, settings(tmp_path / "run", [2, 2]))
+    assert main("--config", config, *LOSSES[exit_code]) == exit_code
+    ended = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (ended["kind"], ended["exit_code"], ended["step"]) == ("run_ended", exit_code, 2)
+    assert "replica 0 lost rank 1 (device 1)" in capsys.readouterr().out
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_after_an_interrupt_the_same_command_goes_on(
-    compiled: Path,  # noqa: F811
-    text: Path,  # noqa: F811
-    tmp_path: Path,
-    main: Main,
+    request: pytest.FixtureRequest, tmp_path: Path, main: Main
 ) -> None:
     num_steps, run_dir = 300, tmp_path / "run"
     changes = {"run": {"steps": num_steps, "cpu_devices": 8}, "checkpoint": {"every": 10}}
-    config = write_config(tmp_path, settings(text, run_dir, 1, **changes))
+    config = write_config(tmp_path, settings(run_dir, 1, **changes))
     command = [sys.executable, str(ROOT / "train.py"), "--config", str(config)]
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(request.getfixturevalue("compiled"))}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **cache})
     metrics = run_dir / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_text().count('"step_done"') >= 25):
@@ -290,9 +301,9 @@ def test_after_an_interrupt_the_same_command_goes_on(
 
 
 @pytest.fixture(scope="module")
-def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[train.Config, Recorder]:  # noqa: F811
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[train.Config, Recorder]:
     """A run on 4|3 that was killed in step 6, when its newest checkpoint was of step 4."""
-    config = config_of(text, tmp_path_factory.mktemp("stopped"), [4, 3], checkpoint={"every": 4})
+    config = config_of(tmp_path_factory.mktemp("stopped"), [4, 3], checkpoint={"every": 4})
     recorder = CrashAfter(5)
     with pytest.raises(CrashError):
         run(config, recorder)
@@ -308,14 +319,13 @@ def test_a_run_goes_on_onto_another_topology_and_back_as_if_it_had_never_stopped
     target: str,
     calm: Recorder,
     stopped: tuple[train.Config, Recorder],
-    text: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     shutil.copytree(stopped[0].run.dir, tmp_path / "run")
     there, back = CrashAfter(9), Recorder()
     with pytest.raises(CrashError):
-        run(config_of(text, tmp_path / "run", TARGETS[target], checkpoint={"every": 4}), there)
-    trained, _ = run(config_of(text, tmp_path / "run", [4, 3], checkpoint={"every": 4}), back)
+        run(config_of(tmp_path / "run", TARGETS[target], checkpoint={"every": 4}), there)
+    trained, _ = run(config_of(tmp_path / "run", [4, 3], checkpoint={"every": 4}), back)
     assert [recorder.of(RunStarted)[0].step for recorder in (there, back)] == [4, 8]
     assert back.of(RunStarted)[0].resumed_from == str(tmp_path / "run" / "checkpoints" / "8")
     steps = [*stopped[1].of(StepDone)[:4], *there.of(StepDone)[:4], *back.of(StepDone)]
@@ -335,7 +345,6 @@ def test_a_run_goes_on_onto_another_topology_and_back_as_if_it_had_never_stopped
 def test_what_is_restored_is_what_was_saved_in_every_bit(
     degrees: tuple[int, ...],
     stopped: tuple[train.Config, Recorder],
-    text: Path,  # noqa: F811
 ) -> None:
     config, topology = stopped[0], Topology.of_degrees(degrees)
     saved = saved_state(config, 4)
@@ -343,7 +352,7 @@ def test_what_is_restored_is_what_was_saved_in_every_bit(
     moments = {name: leaf for name, leaf in saved["opt_state"].items() if ".mu." in name or ".nu." in name}
     assert {leaf.dtype for leaf in moments.values()} == {np.dtype("float64")}
     assert len(moments) == 2 * len(saved["params"])
-    job = job_of(config_of(text, config.run.dir, list(degrees)))
+    job = job_of(config_of(config.run.dir, list(degrees)))
     with jax.enable_x64(True), closing(Checkpoints(config.run.dir / "checkpoints", keep_last=3)) as checkpoints:
         state = restored_state(job, topology, checkpoints, 4)
         generation = state.generation
@@ -356,21 +365,18 @@ def test_what_is_restored_is_what_was_saved_in_every_bit(
 
 def test_a_run_with_a_relative_folder_resumes_from_another_working_directory(
     calm: Recorder,
-    text: Path,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    changes = {"checkpoint": {"every": 3}}
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
-    shutil.copy(text, tmp_path / "here" / "text.txt")
-    changes: dict[str, Any] = {"checkpoint": {"every": 3}, "data": {"files": ["text.txt"]}}
     monkeypatch.chdir(tmp_path / "here")
     first = CrashAfter(7)
     with pytest.raises(CrashError):
-        run(config_of(text, Path("runs/a"), 1, **changes), first)
+        run(config_of(Path("runs/a"), 1, **changes), first)
     monkeypatch.chdir(tmp_path / "there")
-    changes["data"] = {"files": ["../here/*.txt"]}
-    _, second = run(config_of(text, Path("../here/runs/a"), 1, **changes))
+    _, second = run(config_of(Path("../here/runs/a"), 1, **changes))
     assert second.of(RunStarted)[0].step == 6
     np.testing.assert_allclose(first.losses[:6] + second.losses, calm.losses, rtol=0, atol=1e-9)
     assert list((tmp_path / "there").iterdir()) == []
@@ -398,12 +404,11 @@ OTHER_RUNS: dict[str, tuple[str, str]] = {
 def test_resuming_another_run_is_refused_and_both_values_are_named(
     change: str,
     stopped: tuple[train.Config, Recorder],
-    text: Path,  # noqa: F811
     tmp_path: Path,
     main: Main,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = write_config(tmp_path, settings(text, stopped[0].run.dir, [4, 3]))
+    config = write_config(tmp_path, settings(stopped[0].run.dir, [4, 3]))
     before = contents(stopped[0].run.dir)
     assert main("--config", config, "--set", change) == 2
     message = capsys.readouterr().err
@@ -416,12 +421,12 @@ def test_resuming_another_run_is_refused_and_both_values_are_named(
 
 def test_all_differences_to_the_checkpoint_are_named_at_once_and_another_text_too(
     stopped: tuple[train.Config, Recorder],
-    text: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     other = tmp_path / "other.txt"
-    other.write_text(text.read_text() + "One more.")
-    config = config_of(other, stopped[0].run.dir, [4, 3], batch={"size": 7}, run={"seed": 3})
+    other.write_text("Another text. " * 50)
+    changes = {"batch": {"size": 7}, "run": {"seed": 3}, "data": {"files": [str(other)]}}
+    config = config_of(stopped[0].run.dir, [4, 3], **changes)
     with pytest.raises(ConfigError) as refusal:
         run(config)
     names = [train.read_tokens(c.data, 0).name for c in (stopped[0], config)]
@@ -459,10 +464,9 @@ def test_a_run_that_resumes_starts_on_the_devices_that_are_there(
     found: int,
     degrees: tuple[int, ...],
     spares: int,
-    text: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    config = config_of(text, tmp_path, tp, topology=topology)
+    config = config_of(tmp_path, tp, topology=topology)
     start, remark = train.fit(config, found, 4)
     assert (start.degrees, len(start.spares), start.nominal_tp) == (degrees, spares, max(tp))
     assert sorted([*start.devices, *start.spares]) == list(range(min(found, config.topology.num_devices)))
@@ -478,17 +482,16 @@ def test_too_few_devices_are_refused_with_both_numbers(
     tp_min: int,
     found: int,
     resumed_step: int | None,
-    text: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    config = config_of(text, tmp_path, [4, 4], topology={"tp_min": tp_min})
+    config = config_of(tmp_path, [4, 4], topology={"tp_min": tp_min})
     with pytest.raises(ConfigError, match=rf"need 8 devices, and there are {found}; lower topology\.tp"):
         train.fit(config, found, resumed_step)
 
 
-def test_a_schedule_that_the_devices_do_not_allow_any_more_is_refused(text: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_schedule_that_the_devices_do_not_allow_any_more_is_refused(tmp_path: Path) -> None:
     schedule = {"fail": ["step=2 replica=0 rank=0", "step=9 replica=1 rank=3"]}
-    config = config_of(text, tmp_path, [4, 4], schedule=schedule)
+    config = config_of(tmp_path, [4, 4], schedule=schedule)
     with pytest.raises(ConfigError, match=r"starting with TP \[4, 3\]: loss at step 9: `rank` \(=3\)"):
         train.fit(config, 7, 4)
     assert train.fit(config, 7, 9)[0].degrees == (4, 3)
@@ -497,14 +500,13 @@ def test_a_schedule_that_the_devices_do_not_allow_any_more_is_refused(text: Path
 def test_a_run_resumes_on_fewer_devices_and_says_so(
     calm: Recorder,
     stopped: tuple[train.Config, Recorder],
-    text: Path,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shutil.copytree(stopped[0].run.dir, tmp_path / "run")
     devices = jax.devices()[:6]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    _, recorder = run(config_of(text, tmp_path / "run", [4, 3], topology={"tp_min": 3}))
+    _, recorder = run(config_of(tmp_path / "run", [4, 3], topology={"tp_min": 3}))
     remark = "7 devices are configured and 6 are there: going on with TP [3, 3]"
     assert [note for note in recorder.of(Note) if note.level == "warning"] == [Note(4, remark, "warning")]
     assert {step.degrees for step in recorder.of(StepDone)} == {(3, 3)}
@@ -518,18 +520,16 @@ def test_a_run_resumes_on_fewer_devices_and_says_so(
 def test_an_owner_of_7_or_3_devices_trains_from_the_start(
     tp: int,
     calm: Recorder,
-    text: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    trained, recorder = run(config_of(text, tmp_path, tp))
+    trained, recorder = run(config_of(tmp_path, tp))
     assert trained.state.topology.degrees == (tp,)
     np.testing.assert_allclose(recorder.losses, calm.losses, rtol=0, atol=1e-9)
 
 
-def test_28_heads_train_on_8_devices_and_on_7_after_a_loss(text: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_28_heads_train_on_8_devices_and_on_7_after_a_loss(tmp_path: Path) -> None:
     # With one replica the lost units have no other copy: the newest checkpoint is taken.
     config = config_of(
-        text,
         tmp_path,
         8,
         model={"num_heads": 28, "num_kv_heads": 4},

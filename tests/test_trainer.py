@@ -4,6 +4,7 @@ Also here, for the other end-to-end tests: a tiny run and its parts. All of them
 steps, so that few programs are compiled.
 """
 
+import gc
 import resource
 import threading
 from collections.abc import Iterator, Mapping
@@ -58,15 +59,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             yield folder
 
 
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "bottles.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    return path
-
-
-def settings(text: Path, folder: Path, tp: int | list[int], **changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A tiny run as the mapping that a YAML file holds; `changes` are merged into its sections."""
+def settings(folder: Path, tp: int | list[int], **changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A tiny run in `folder` as the mapping that a YAML file holds; `changes` are merged into its sections."""
+    text = folder / "text.txt"
+    folder.mkdir(parents=True, exist_ok=True)
+    text.write_text(TEXT, encoding="utf-8")
     sections: dict[str, dict[str, Any]] = {
         "run": {"dir": str(folder), "steps": NUM_STEPS, "dtype": "float64"},
         "topology": {"replicas": len(tp) if isinstance(tp, list) else 1, "tp": tp},
@@ -85,7 +82,7 @@ def settings(text: Path, folder: Path, tp: int | list[int], **changes: Mapping[s
             "source": "files",
             "files": [str(text)],
             "seq_len": SEQ_LEN,
-            "cache_dir": str(text.parent / "cache"),
+            "cache_dir": str(folder / "cache"),
             "held_out": 0.1,
         },
         "batch": {"size": BATCH},
@@ -96,8 +93,8 @@ def settings(text: Path, folder: Path, tp: int | list[int], **changes: Mapping[s
     return sections
 
 
-def config_of(text: Path, folder: Path, tp: int | list[int], **changes: Mapping[str, Any]) -> train.Config:
-    return train.Config.model_validate(settings(text, folder, tp, **changes))
+def config_of(folder: Path, tp: int | list[int], **changes: Mapping[str, Any]) -> train.Config:
+    return train.Config.model_validate(settings(folder, tp, **changes))
 
 
 class Recorder:
@@ -206,9 +203,8 @@ def assert_no_threads_left() -> None:
 
 
 @pytest.fixture(scope="module")
-def calm_config(text: Path, tmp_path_factory: pytest.TempPathFactory) -> train.Config:
+def calm_config(tmp_path_factory: pytest.TempPathFactory) -> train.Config:
     return config_of(
-        text,
         tmp_path_factory.mktemp("calm"),
         1,
         checkpoint={"every": 5, "keep_last": 9},
@@ -221,9 +217,7 @@ def calm(calm_config: train.Config) -> tuple[Trained, Recorder]:
     return run(calm_config)
 
 
-def test_a_run_does_every_step_once_and_sums_up(
-    calm_config: train.Config, calm: tuple[Trained, Recorder], text: Path
-) -> None:
+def test_a_run_does_every_step_once_and_sums_up(calm_config: train.Config, calm: tuple[Trained, Recorder]) -> None:
     trained, recorder = calm
     steps, ended = recorder.of(StepDone), recorder.records[-1]
     assert [step.step for step in steps] == list(range(1, NUM_STEPS + 1))
@@ -336,8 +330,8 @@ def test_evaluation_is_the_mean_over_exactly_the_samples_that_were_asked_for(
 
 
 @pytest.mark.parametrize(("tp", "samples"), [([2, 1], 8), ([2, 1], 1), ([2, 1], 1000)])
-def test_evaluation_does_not_depend_on_the_topology(text: Path, tmp_path: Path, tp: list[int], samples: int) -> None:
-    config = config_of(text, tmp_path, tp, eval={"every": 1, "samples": samples})
+def test_evaluation_does_not_depend_on_the_topology(tmp_path: Path, tp: list[int], samples: int) -> None:
+    config = config_of(tmp_path, tp, eval={"every": 1, "samples": samples})
     recorder = CrashAfter(2)
     with pytest.raises(CrashError):
         run(config, recorder)
@@ -361,9 +355,9 @@ class Times:
         self.calls.append((step, topology.degrees, dict(step_times_s)))
 
 
-def test_the_hook_is_called_after_every_step_with_the_time_of_each_active_replica(text: Path, tmp_path: Path) -> None:
+def test_the_hook_is_called_after_every_step_with_the_time_of_each_active_replica(tmp_path: Path) -> None:
     hook = Times()
-    config = config_of(text, tmp_path, [1, 1, 1, 1], topology={"tp_min": 0})
+    config = config_of(tmp_path, [1, 1, 1, 1], topology={"tp_min": 0})
     failures = Schedule([Loss(3, 0, 0), Loss(3, 2, 0), Return(6, 0)])
     _, recorder = run_parts(config, failures, hook)
     steps = recorder.of(StepDone)
@@ -379,8 +373,8 @@ def test_the_hook_is_called_after_every_step_with_the_time_of_each_active_replic
         assert all(0 < time_s <= step.step_time_s for time_s in times.values())
 
 
-def test_a_run_says_what_speed_up_a_reduced_replica_would_need(text: Path, tmp_path: Path) -> None:
-    config = config_of(text, tmp_path, [2, 2], schedule={"fail": ["step=3 replica=1 rank=1"]})
+def test_a_run_says_what_speed_up_a_reduced_replica_would_need(tmp_path: Path) -> None:
+    config = config_of(tmp_path, [2, 2], schedule={"fail": ["step=3 replica=1 rank=1"]})
     _, recorder = run(config)
     (note,) = [note for note in recorder.of(Note) if "times as fast" in note.text]
     # All units of one rank more: twice the work.
@@ -396,9 +390,9 @@ def test_a_run_says_what_speed_up_a_reduced_replica_would_need(text: Path, tmp_p
     [("keep_global", (4, 2), 48), ("shrink", (3, 1), 32), ("equal", (3, 3), 48)],
 )
 def test_a_reduced_replica_takes_the_rows_of_the_policy(
-    text: Path, tmp_path: Path, policy: str, rows: tuple[int, ...], num_tokens: int
+    tmp_path: Path, policy: str, rows: tuple[int, ...], num_tokens: int
 ) -> None:
-    config = config_of(text, tmp_path, [2, 2], batch={"policy": policy}, schedule={"fail": ["step=3 replica=1 rank=1"]})
+    config = config_of(tmp_path, [2, 2], batch={"policy": policy}, schedule={"fail": ["step=3 replica=1 rank=1"]})
     _, recorder = run(config)
     steps = recorder.of(StepDone)
     assert [step.rows for step in steps] == [(3, 3)] * 2 + [rows] * (NUM_STEPS - 2)
@@ -413,7 +407,7 @@ def test_a_reduced_replica_takes_the_rows_of_the_policy(
 
 @pytest.mark.parametrize("every", [0, 3])
 def test_a_step_that_is_not_finite_in_one_replica_is_applied_in_none_and_the_state_before_it_is_saved(
-    every: int, calm: tuple[Trained, Recorder], text: Path, tmp_path: Path
+    every: int, calm: tuple[Trained, Recorder], tmp_path: Path
 ) -> None:
     def rows_with_nan(batch: Batch) -> dict[str, np.ndarray]:
         rows = rows_of(batch)
@@ -421,7 +415,7 @@ def test_a_step_that_is_not_finite_in_one_replica_is_applied_in_none_and_the_sta
             rows["weights"][1, 0, 0] = np.nan
         return rows
 
-    config = config_of(text, tmp_path, [2, 2], checkpoint={"every": every})
+    config = config_of(tmp_path, [2, 2], checkpoint={"every": every})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "rows_of", rows_with_nan)
         trained, recorder = run(config)
@@ -434,8 +428,8 @@ def test_a_step_that_is_not_finite_in_one_replica_is_applied_in_none_and_the_sta
     np.testing.assert_allclose(recorder.losses + rest.losses, calm[1].losses, rtol=0, atol=1e-9)
 
 
-def test_a_weight_that_is_not_finite_in_one_replica_stops_all_before_the_step(text: Path, tmp_path: Path) -> None:
-    config, recorder = config_of(text, tmp_path, [2, 2]), Recorder()
+def test_a_weight_that_is_not_finite_in_one_replica_stops_all_before_the_step(tmp_path: Path) -> None:
+    config, recorder = config_of(tmp_path, [2, 2]), Recorder()
     job = job_of(config)
     with (
         jax.enable_x64(True),
@@ -473,11 +467,8 @@ class Fails(Recorder):
 
 
 @pytest.mark.parametrize("kind", [RunStarted, Note, StepDone, TopologyChanged, Evaluated, CheckpointSaved, RunEnded])
-def test_a_sink_that_fails_ends_the_run_with_its_error_and_leaves_no_thread(
-    text: Path, tmp_path: Path, kind: type[Record]
-) -> None:
+def test_a_sink_that_fails_ends_the_run_with_its_error_and_leaves_no_thread(tmp_path: Path, kind: type[Record]) -> None:
     config = config_of(
-        text,
         tmp_path,
         [1, 1],
         topology={"tp_min": 0},
@@ -492,21 +483,24 @@ def test_a_sink_that_fails_ends_the_run_with_its_error_and_leaves_no_thread(
     assert_no_threads_left()
 
 
-def test_a_hook_that_fails_ends_the_run_with_its_error_and_leaves_no_thread(text: Path, tmp_path: Path) -> None:
+def test_a_hook_that_fails_ends_the_run_with_its_error_and_leaves_no_thread(tmp_path: Path) -> None:
     class Broken:
         def between_steps(self, step: int, topology: Topology, step_times_s: Mapping[int, float]) -> None:
             if step == 4:
                 raise CrashError("the hook is broken")
 
     recorder = Recorder()
-    config = config_of(text, tmp_path, [1, 1], topology={"tp_min": 0})
+    config = config_of(tmp_path, [1, 1], topology={"tp_min": 0})
     with pytest.raises(CrashError, match=r"^the hook is broken$"):
         run_parts(config, Schedule([Loss(3, 1, 0)]), Broken(), recorder)
     assert [step.step for step in recorder.of(StepDone)] == [1, 2, 3, 4]
     assert_no_threads_left()
 
 
-def test_a_full_disk_in_mid_run_ends_it_with_exit_code_6(text: Path, tmp_path: Path) -> None:
+# Orbax drops what it meant to do next in its writer threads.
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_full_disk_in_mid_run_ends_it_with_exit_code_6(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     class FullDisk(Recorder):
@@ -518,7 +512,7 @@ def test_a_full_disk_in_mid_run_ends_it_with_exit_code_6(text: Path, tmp_path: P
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
 
     try:
-        trained, recorder = run(config_of(text, tmp_path, 1, checkpoint={"every": 2}), FullDisk())
+        trained, recorder = run(config_of(tmp_path, 1, checkpoint={"every": 2}), FullDisk())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (trained.ended.exit_code, recorder.records[-1]) == (6, trained.ended)
@@ -527,3 +521,5 @@ def test_a_full_disk_in_mid_run_ends_it_with_exit_code_6(text: Path, tmp_path: P
     assert 4 <= trained.ended.step < NUM_STEPS
     assert [save.step for save in recorder.of(CheckpointSaved) if save.committed] == [2]
     assert_no_threads_left()
+    # What Orbax dropped is found here, and not in the next test.
+    gc.collect()

@@ -232,9 +232,9 @@ PADDED = PaddedRank(
         "vocab": [3, -1, 0, 10, 9, 8, 1, 2, 7, 6, 5, 4, -1],
         "ffn": [4, 2, -1, 0, 1, 3, -1],
         "heads": [5, 0, -1, 2, 4, 1, 3, -1],
-        "kv": [1, 2, 0, -1],
+        "kv": [1, -1, 2, 0],
     },
-    kv_slots=[1, 2, 99, 0, 1, 2, 0, 99],
+    kv_slots=[2, 3, 99, 0, 2, 3, 0, 99],
 )
 CUTS = {"q": "heads", "out": "heads", "k": "kv", "v": "kv", "gate": "ffn", "up": "ffn", "down": "ffn"} | {
     "embedding": "vocab",
