@@ -163,7 +163,26 @@ def sum_bits(buffers: list[jax.Array], groups: Groups) -> list[jax.Array]:
 
     The sum is over the bits as unsigned integers. A floating-point sum would turn -0.0 into 0.0.
     """
-    return _in_one_vector(buffers, lambda vector: _from_bits(group_sum(_to_bits(vector), groups), vector.dtype))
+
+    def total(vector: jax.Array) -> jax.Array:
+        bits = as_bits(vector)
+        # Collective libraries sum no 16-bit integers.
+        wide = bits.astype(jnp.uint32) if bits.dtype.itemsize < 4 else bits
+        return from_bits(group_sum(wide, groups).astype(bits.dtype), vector.dtype)
+
+    return _in_one_vector(buffers, total)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """Floating-point numbers as unsigned integers of the same width; integers as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The inverse of `as_bits`."""
+    return lax.bitcast_convert_type(bits, dtype) if jnp.issubdtype(dtype, jnp.floating) else bits
 
 
 def _in_one_vector(buffers: list[jax.Array], total: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
@@ -175,17 +194,3 @@ def _in_one_vector(buffers: list[jax.Array], total: Callable[[jax.Array], jax.Ar
         for i, part in zip(chosen, jnp.split(vector, ends), strict=True):
             summed[i] = part.reshape(buffers[i].shape)
     return summed
-
-
-def _to_bits(x: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    # Collective libraries sum no 16-bit integers.
-    return bits.astype(jnp.uint32) if x.dtype.itemsize < 4 else bits
-
-
-def _from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return bits
-    return lax.bitcast_convert_type(bits.astype(jnp.dtype(f"uint{8 * dtype.itemsize}")), dtype)

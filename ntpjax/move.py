@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from ntpjax.collectives import ExchangeTables, exchange_tables, exchange_units, sum_bits
+from ntpjax.collectives import ExchangeTables, as_bits, exchange_tables, exchange_units, from_bits, sum_bits
 from ntpjax.layout import Family, buffer_slots
 from ntpjax.mesh import AXIS, FlatMesh
 from ntpjax.partition import Partition, families_in
@@ -102,7 +102,8 @@ def _exchange(array: jax.Array, give: jax.Array, take: jax.Array, part: Partitio
         everyone = (tuple(range(mesh.size)),)
         total = functools.partial(sum_bits, groups=everyone)
         tables = {part.family: ExchangeTables(give, take)}
-        return exchange_units(array[0], part, tables, jnp.int32(0), total)[None]
+        # As bits from the start: even a gather may change a NaN.
+        return from_bits(exchange_units(as_bits(array[0]), part, tables, jnp.int32(0), total), array.dtype)[None]
 
     spec = PartitionSpec(AXIS)
     return jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(

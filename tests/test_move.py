@@ -174,11 +174,6 @@ def test_a_state_moves_between_two_orders_of_the_same_devices():
     assert back.num_units > 0
 
 
-@pytest.mark.xfail(
-    jax.__version_info__ < (0, 11),
-    strict=True,
-    reason="XLA of jax 0.10 rewrites NaNs in gathers of bfloat16 on the CPU",
-)
 def test_nans_of_bfloat16_keep_their_payloads():
     logical = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16).reshape(-1, 32)
     part = Partition(Split("all patterns", len(logical), nominal_tp=4), 0)
