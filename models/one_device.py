@@ -46,6 +46,6 @@ def train_step(
     """One step on the mean loss, with the gradient clipped to a global norm of `clip_norm`."""
     (loss, weight), grads = jax.value_and_grad(lambda params: loss_sum(model, params, batch), has_aux=True)(params)
     mean_grads = jax.tree.map(lambda grad: grad / weight, grads)
-    scale = jnp.minimum(1, clip_norm / optax.global_norm(mean_grads))
+    scale = jnp.minimum(1, clip_norm / optax.tree.norm(mean_grads))
     updates, opt_state = optimizer.update(jax.tree.map(lambda grad: grad * scale, mean_grads), opt_state, params)
     return StepResult(loss, grads, optax.apply_updates(params, updates), opt_state)

@@ -102,6 +102,12 @@ class Checkpoints:
         return step
 
     def meta(self, step: int) -> dict[str, Any]:
+        """The JSON object saved with `step`.
+
+        Raises:
+          CheckpointError: if there is no complete checkpoint of that step.
+        """
+        self._require_complete(step)
         return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
     def restore(self, step: int, shapes: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -111,8 +117,10 @@ class Checkpoints:
           shapes: trees like the state, whose leaves have the logical `shape` and `dtype` to expect.
 
         Raises:
-          CheckpointError: naming every array that is missing or has another shape or type.
+          CheckpointError: if there is no complete checkpoint of that step, or naming every array that is missing or
+            has another shape or type.
         """
+        self._require_complete(step)
         wanted = {name: named_leaves(tree) for name, tree in shapes.items()}
         self._require_same(step, wanted)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
@@ -130,6 +138,10 @@ class Checkpoints:
         finally:
             self._manager.close()
 
+    def _require_complete(self, step: int) -> None:
+        if not self.is_complete(step):
+            raise CheckpointError(f"there is no complete checkpoint {self.path(step)}.")
+
     def _set_aside(self, step: int) -> None:
         """Moves a folder that is in the way, instead of deleting what may be of use to somebody."""
         folder = self._directory / "set-aside"
@@ -142,8 +154,8 @@ class Checkpoints:
         if metadata is None:
             raise CheckpointError(f"{self.path(step)} has no readable state.")
         problems = []
-        for name, leaves in wanted.items():
-            saved = metadata.tree[name]
+        for name in sorted(wanted.keys() | metadata.tree.keys()):
+            leaves, saved = wanted.get(name, {}), metadata.tree.get(name, {})
             for key in sorted(leaves.keys() | saved.keys()):
                 here = (tuple(leaves[key].shape), np.dtype(leaves[key].dtype).name) if key in leaves else "nothing"
                 there = (tuple(saved[key].shape), np.dtype(saved[key].dtype).name) if key in saved else "nothing"

@@ -83,6 +83,11 @@ class FlatMesh:
         shape = (self.num_devices, *shards[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.sharding, list(shards))
 
+    def shards(self, array: jax.Array) -> list[jax.Array]:
+        """The parts [1, ...] of an array [num_devices, ...] by position: the inverse of `assemble`."""
+        parts = {shard.device: shard.data for shard in array.addressable_shards}
+        return [parts[device] for device in self.mesh.devices]
+
     def place(self, values: Sequence[np.ndarray]) -> jax.Array:
         """The array [num_devices, ...] whose part at position `p` is `values[p]`, sent to its device."""
         shards = [jax.device_put(value[None], device) for value, device in zip(values, self.mesh.devices, strict=True)]

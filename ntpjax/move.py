@@ -50,10 +50,12 @@ def move_state(state: PyTree, partitions: PyTree, old: FlatMesh, new: FlatMesh) 
         plan = plans[part.family]
         num_bytes += len(plan.moves) * plan.bytes_of_unit(array)
         joined = _from_survivors(array, old, new)
-        if plan.unchanged:
+        if all(plan.keeps):
             return joined
         give, take = (new.place(list(table)) for table in (plan.tables.give, plan.tables.take))
-        return _exchange(joined, give, take, part, new.mesh)
+        before, after = new.shards(joined), new.shards(_exchange(joined, give, take, part, new.mesh))
+        # Who keeps all units in their slots keeps the very buffer.
+        return new.assemble([b if keeps else a for keeps, b, a in zip(plan.keeps, before, after, strict=True)])
 
     moved = jax.block_until_ready(jax.tree.map(move, state, partitions))
     moves = [(move, new.replica_of) for plan in plans.values() for move in plan.moves]
@@ -62,19 +64,24 @@ def move_state(state: PyTree, partitions: PyTree, old: FlatMesh, new: FlatMesh) 
 
 @dataclass(frozen=True)
 class _FamilyPlan:
-    """How the units of one family get to the new flat mesh; positions are those of the new one."""
+    """How the units of one family get to the new flat mesh; positions are those of the new one.
+
+    `keeps` says of each position whether its buffer stays as it is.
+    """
 
     moves: tuple[Move, ...]
     tables: ExchangeTables
     old_slots: int
-    unchanged: bool
+    keeps: tuple[bool, ...]
 
     @classmethod
     def of(cls, family: Family, old: FlatMesh, new: FlatMesh) -> "_FamilyPlan":
         change = plan_change(family, old.topology, new.topology)
         old_slots, new_slots = buffer_slots(family, old.degrees), buffer_slots(family, new.degrees)
         tables = exchange_tables(exchange_of_moves(change.have, change.want, change.moves), old_slots, new_slots)
-        return cls(change.moves, tables, old_slots, change.have == change.want and old_slots == new_slots)
+        pairs = zip(change.have.ranks, change.want.ranks, strict=True)
+        keeps = tuple(have == want and old_slots == new_slots for have, want in pairs)
+        return cls(change.moves, tables, old_slots, keeps)
 
     def bytes_of_unit(self, array: jax.Array) -> int:
         return array.nbytes // array.shape[0] // self.old_slots

@@ -58,7 +58,7 @@ def unpack(packed: PyTree, partitions: PyTree, flat: FlatMesh, positions: Sequen
 
     def unpack_leaf(array: jax.Array, part: Partition) -> np.ndarray:
         sources = _unit_sources(part.family, flat, positions)
-        shards = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+        shards = flat.shards(array)
         at_units = (slice(None),) * part.dim
         logical = None
         for position, slot_of in sources.items():

@@ -26,7 +26,6 @@ from ntpjax.collectives import (
     TensorParallel,
     exchange_tables,
     exchange_units,
-    group_sum,
     sum_bits,
     sum_values,
 )
@@ -121,9 +120,10 @@ class Replicas:
         return lax.switch(jnp.asarray(kinds, jnp.int32)[position], branches, *operands)
 
     def sum_over_replicas(self, grads: PyTree) -> PyTree:
-        """Gradients in the sync layout, summed over each core rank of all replicas."""
+        """Gradients in the sync layout, summed over each core rank of all replicas, in one collective."""
         with jax.named_scope("sum_over_replicas"):
-            return group_sum(grads, self.flat.sum_groups)
+            leaves, structure = jax.tree.flatten(grads)
+            return jax.tree.unflatten(structure, sum_values(leaves, self.flat.sum_groups))
 
     def squared_norm(self, grads: PyTree, partitions: PyTree) -> jax.Array:
         """This device's part of the squared norm of summed gradients: each unit and each replicated parameter counts

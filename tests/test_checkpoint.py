@@ -321,11 +321,11 @@ def test_all_arrays_that_do_not_fit_are_listed(checkpoints: Checkpoints):
         checkpoints.restore(8, {"params": here, "opt_state": {"n": np.array(1, np.int64)}})
     assert str(caught.value).splitlines() == [
         f"{checkpoints.path(8)} does not fit this run:",
+        "  opt_state 'n': the checkpoint has ((), 'int32'), this run has ((), 'int64')",
         "  params 'a': the checkpoint has ((2,), 'float32'), this run has nothing",
         "  params 'b': the checkpoint has ((2, 3), 'float32'), this run has ((3, 2), 'float32')",
         "  params 'c': the checkpoint has ((4,), 'float32'), this run has ((4,), 'float64')",
         "  params 'd': the checkpoint has nothing, this run has ((5,), 'float32')",
-        "  opt_state 'n': the checkpoint has ((), 'int32'), this run has ((), 'int64')",
     ]
 
 

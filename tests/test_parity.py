@@ -30,7 +30,6 @@ def waves(key: jax.Array, unit_ids: jax.Array, unit_shape: tuple[int, ...], std:
         pytest.param(Case((3, 4), rows=(0, 5)), id="3|4 rows 0|5"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")
 def test_three_steps_equal_those_of_one_device(x64: None, monkeypatch: pytest.MonkeyPatch, case: Case):
     # Normal draws would be most of what has to be compiled here; test_transformer.py has them.
     monkeypatch.setattr(models.transformer, "_draw", waves)

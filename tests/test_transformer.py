@@ -316,7 +316,6 @@ def test_units_have_the_same_initial_values_whoever_draws_them_and_padding_is_ze
 # -- the reference step ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")
 def test_the_reference_step_clips_the_gradient_of_the_mean_loss_to_the_given_norm(x64: None):
     model, params, batch = TransformerFunctions(CONFIG, jnp.float64), random_params(CONFIG), random_batch(CONFIG)
     optimizer = optax.sgd(1.0)
