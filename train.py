@@ -30,6 +30,7 @@ from ntpjax.display import make_display
 from ntpjax.exit_codes import ExitCode
 from ntpjax.forecast import Blueprint, work_shares
 from ntpjax.job import Job, Services, fresh_state, restored_state
+from ntpjax.mesh import emulate_cpu_devices
 from ntpjax.metrics import MetricsFile
 from ntpjax.optimizer import adamw, warmup_cosine
 from ntpjax.partition import partition_tree
@@ -189,8 +190,7 @@ def _tokenizer(data: DataConfig) -> Tokenizer:
 def set_up_jax(run: RunConfig) -> None:
     """Settings that must be made before JAX looks for devices."""
     if run.cpu_devices is not None:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", run.cpu_devices)
+        emulate_cpu_devices(run.cpu_devices)
     jax.config.update("jax_enable_x64", run.dtype == "float64")
     # Orbax reports every step of every save there.
     logging.getLogger("absl").setLevel(logging.ERROR)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from models.one_device import train_step
 from models.transformer import Batch, TransformerConfig, TransformerFunctions
-from ntpjax.mesh import FlatMesh, flat_mesh
+from ntpjax.mesh import FlatMesh, emulate_cpu_devices, flat_mesh
 from ntpjax.optimizer import adamw, state_partitions, warmup_cosine
 from ntpjax.packing import unpack
 from ntpjax.partition import partition_tree
@@ -154,8 +154,7 @@ def errors(case: Case, num_steps: int = 3) -> Iterator[float]:
 
 
 def main() -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    emulate_cpu_devices(NUM_DEVICES)
     jax.config.update("jax_enable_x64", True)
     worst = 0.0
     for case in CASES:

@@ -22,6 +22,7 @@ from benchmarks.parity import SEQ_LEN, Case, random_batch
 from models.transformer import TransformerFunctions
 from ntpjax.forecast import Blueprint, forecast
 from ntpjax.layout import Copied, Family, Split
+from ntpjax.mesh import emulate_cpu_devices
 from ntpjax.partition import partition_tree
 from ntpjax.plan import plan_change
 from ntpjax.topology import Topology
@@ -114,8 +115,7 @@ def print_step(case: Case) -> None:
 
 
 def main() -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 16)
+    emulate_cpu_devices(16)
     print_copies()
     for case in (Case((4, 3)), Case((8, 7), num_heads=64, num_kv_heads=8, ffn_units=56)):
         print_step(case)

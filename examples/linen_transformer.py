@@ -122,6 +122,5 @@ def train(params: Params) -> tuple[Params, list[float]]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    ntpjax.emulate_cpu_devices(8)
     train(init_params())

@@ -8,7 +8,7 @@ from ntpjax.boost import BoostHook
 from ntpjax.checkpoint import CheckpointError, Checkpoints
 from ntpjax.collectives import TensorParallel
 from ntpjax.layout import REPLICATED, Copied, Family, Layout, Split, nested_layout
-from ntpjax.mesh import FlatMesh, flat_mesh
+from ntpjax.mesh import FlatMesh, emulate_cpu_devices, flat_mesh
 from ntpjax.move import Moved, move_state
 from ntpjax.optimizer import require_elementwise, state_partitions
 from ntpjax.packing import pack, unpack
@@ -49,6 +49,7 @@ __all__ = [
     "Topology",
     "Training",
     "deal_rows",
+    "emulate_cpu_devices",
     "flat_mesh",
     "make_apply_step",
     "make_eval_step",

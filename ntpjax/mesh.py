@@ -9,6 +9,7 @@ Example: degrees (4, 3) make a mesh of 7 positions, TP groups (0 1 2 3)(4 5 6) a
 """
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ntpjax.topology import Topology
 
 AXIS = "flat"
+_NUM_THREADS_PER_DEVICE = 4
 
 Groups = tuple[tuple[int, ...], ...]
 Device = Any  # a jax.Device, which type checkers do not accept as a type
@@ -92,6 +94,15 @@ class FlatMesh:
         """The array [num_devices, ...] whose part at position `p` is `values[p]`, sent to its device."""
         shards = [jax.device_put(value[None], device) for value, device in zip(values, self.mesh.devices, strict=True)]
         return self.assemble(shards)
+
+
+def emulate_cpu_devices(num_devices: int) -> None:
+    """Makes JAX emulate devices on the CPU. Call it before JAX looks for devices."""
+    # A collective in flight blocks a thread of XLA's pool. A device may have several in flight, so that a pool of one
+    # thread a device can be used up before all devices have joined: a deadlock. XLA takes the pool's size from here.
+    os.environ["NPROC"] = str(_NUM_THREADS_PER_DEVICE * num_devices)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
 
 
 def flat_mesh(topology: Topology, devices: Sequence[Device]) -> FlatMesh:

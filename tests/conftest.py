@@ -6,9 +6,10 @@ import hypothesis
 import jax
 import pytest
 
-# Both must be set before JAX starts its backend, which the first call for devices or arrays does.
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+from ntpjax.mesh import emulate_cpu_devices
+
+# Before JAX starts its backend, which the first call for devices or arrays does.
+emulate_cpu_devices(8)
 
 # The same examples in every run; compiling makes the first one slow, hence no deadline for each.
 hypothesis.settings.register_profile("ntpjax", deadline=None, derandomize=True, max_examples=100)
