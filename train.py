@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import yaml
 from pydantic import model_validator
+from rich.console import Console
 from rich.progress import Progress
 
 from models.transformer import TransformerConfig, TransformerFunctions
@@ -77,6 +78,9 @@ class Config(Section):
             split_batch(self.batch.policy, self.batch.size, self.topology.degrees, self.topology.nominal_tp)
         except ValueError as error:
             problems.append(f"batch.size: {error}")
+        if self.batch.policy == "shrink" and self.batch.size < self.topology.replicas:
+            rule = f"must be at least topology.replicas (={self.topology.replicas}) when batch.policy is 'shrink'"
+            problems.append(f"batch.size: {rule} (got {self.batch.size})")
         if problems:
             raise ConfigError(problems)
         return self
@@ -156,7 +160,8 @@ def read_tokens(data: DataConfig, seed: int) -> Tokens:
     """The configured text, tokenized or from the cache; each source holds out its own part. Raises ConfigError."""
     try:
         sources, tokenizer = data.find_sources(), _tokenizer(data)
-        with Progress(transient=True) as progress:
+        console = Console()
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             paths = [_token_file(source, tokenizer, data.cache_dir, progress) for source in sources]
         splits = [
             split_held_out(np.load(path, mmap_mode="r"), fraction=data.held_out, seq_len=data.seq_len, key=source.key)
@@ -170,6 +175,8 @@ def read_tokens(data: DataConfig, seed: int) -> Tokens:
         )
     except ValueError as error:
         raise ConfigError([str(error)], source="data") from error
+    except OSError as error:
+        raise ConfigError([f"data.cache_dir: cannot be used ({error}); choose another folder"]) from error
 
 
 def _token_file(source: Source, tokenizer: Tokenizer, cache_dir: Path, progress: Progress) -> Path:
@@ -203,14 +210,28 @@ def run(config: Config, tokens: Tokens, *sinks: Sink) -> Trained:
       ConfigError: if there are too few devices, or the checkpoint is of another run.
       CheckpointError: if the checkpoint cannot be read.
     """
-    checkpoints = Checkpoints(config.run.dir / "checkpoints", keep_last=config.checkpoint.keep_last)
+    with closing(_open_checkpoints(config)) as checkpoints:
+        return _run(config, tokens, checkpoints, sinks)
+
+
+def _open_checkpoints(config: Config) -> Checkpoints:
+    try:
+        return Checkpoints(config.run.dir / "checkpoints", keep_last=config.checkpoint.keep_last)
+    except OSError as error:
+        raise ConfigError([f"run.dir: cannot be used ({error}); choose another folder"]) from error
+
+
+def _run(config: Config, tokens: Tokens, checkpoints: Checkpoints, sinks: Sequence[Sink]) -> Trained:
     step = checkpoints.latest_step()
     if step is not None:
         _require_same_run(checkpoints.meta(step)["config"], _saved_config(config, tokens), checkpoints.path(step))
     topology, remark = fit(config, len(jax.devices()), step)
     job = make_job(config, tokens)
-    (config.run.dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    metrics = MetricsFile(config.run.dir / "metrics.jsonl", resume_step=step)
+    (config.run.dir / "config.yaml").write_text(yaml.safe_dump(_one_file(config), sort_keys=False))
+    try:
+        metrics = MetricsFile(config.run.dir / "metrics.jsonl", resume_step=step)
+    except ValueError as error:
+        raise ConfigError([f"run.dir: {error}"]) from error
 
     def emit(record: Record) -> None:
         for sink in (metrics, *sinks):
@@ -227,7 +248,6 @@ def run(config: Config, tokens: Tokens, *sinks: Sink) -> Trained:
         return train(job, state, services, resumed_from=str(checkpoints.path(step)))
     finally:
         metrics.close()
-        checkpoints.close()
 
 
 @dataclass(frozen=True)
@@ -313,8 +333,16 @@ def fit(config: Config, found: int, resumed_step: int | None) -> tuple[Topology,
     )
 
 
+def _one_file(config: Config) -> dict[str, Any]:
+    """The configuration as one file that says it all, the events of the command line too."""
+    values = config.model_dump(mode="json", exclude={"command_line"})
+    for name, events in config.command_line.model_dump(mode="json").items():
+        values["schedule"][name] += events
+    return values
+
+
 def _saved_config(config: Config, tokens: Tokens) -> dict[str, Any]:
-    return {**config.model_dump(mode="json"), "text": tokens.name}
+    return {**_one_file(config), "text": tokens.name}
 
 
 def _require_same_run(saved: dict[str, Any], here: dict[str, Any], path: Path) -> None:

@@ -60,10 +60,10 @@ def train_once(
 
 
 def replicas_differ(trained: Trained) -> bool:
-    """Whether any replica's parameters or optimizer state differ from the first one's in any bit."""
+    """Whether any device has another bit than the first replica, laid out anew, would give it; padding counts too."""
     arrays, generation = trained.state.arrays, trained.state.generation
-    first, *others = (generation.gather(arrays, group) for group in generation.flat.tp_groups)
-    same = [jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), first, other) for other in others]
+    anew = generation.place(generation.gather(arrays))
+    same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), arrays, anew)
     return not all(jax.tree.leaves(same))
 
 

@@ -49,7 +49,8 @@ class MetricsFile:
         Raises:
           ValueError: a line other than the last one is not a JSON object.
         """
-        self._path = Path(path)
+        # The working directory may change later.
+        self._path = Path(path).absolute()
         self._clock = clock
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():

@@ -17,7 +17,8 @@ def split_batch(policy: BatchPolicy, size: int, degrees: Sequence[int], nominal_
 
     * `keep_global`: `size` in all, each sample to the replica that would finish it first, at a speed in proportion to
       the TP degree.
-    * `shrink`: each replica keeps its nominal share, cut in proportion to its degree, rounded down; fewer than `size`.
+    * `shrink`: each replica keeps its nominal share, cut in proportion to its degree, rounded down, but not to 0; fewer
+      than `size`.
     * `equal`: `size` in all, evenly; for when power makes up for the lost devices.
 
     >>> split_batch("keep_global", 16, (4, 3), 4)
@@ -47,7 +48,7 @@ def split_batch(policy: BatchPolicy, size: int, degrees: Sequence[int], nominal_
             rows[r] = len(share)
     elif policy == "shrink":
         for r, share in enumerate(even_blocks(size, len(degrees))):
-            rows[r] = len(share) * degrees[r] // nominal_tp
+            rows[r] = max(len(share) * degrees[r] // nominal_tp, min(degrees[r], len(share), 1))
     else:
         raise ValueError(f"`policy` (='{policy}') must be one of {', '.join(get_args(BatchPolicy))}.")
     if sum(rows) == 0:

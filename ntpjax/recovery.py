@@ -42,12 +42,13 @@ def take_back(
     """Lost devices are part of their replicas again."""
     topology, changes = state.topology, []
     for replica in returned:
-        before = topology
-        topology = topology.restore(replica)
+        before, topology = topology, topology.restore(replica).use_spares()
         (device,) = {device for _, device in before.lost} - {device for _, device in topology.lost}
-        rank = topology.replicas[replica].index(device) if device in topology.replicas[replica] else None
-        where = f"as rank {rank} of" if rank is not None else "as a spare, beside"
-        changes.append(f"device {device} is back {where} replica {replica}")
+        place = next(
+            (f"rank {held.index(device)} of replica {r}" for r, held in enumerate(topology.replicas) if device in held),
+            "a spare",
+        )
+        changes.append(f"device {device} is back as {place}")
     return _change(job, state, running, topology, "return", changes, services)
 
 

@@ -95,4 +95,4 @@ def _in_order(events: Iterable[Event]) -> list[Event]:
 def _after(topology: Topology, event: Event) -> Topology:
     if isinstance(event, Loss):
         return topology.lose(event.replica, event.rank).use_spares()
-    return topology.restore(event.replica)
+    return topology.restore(event.replica).use_spares()

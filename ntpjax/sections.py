@@ -150,7 +150,7 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """AdamW with linear warm-up and cosine decay."""
 
-    learning_rate: float = Field(gt=0, description="Peak learning rate, reached at the end of the warm-up.")
+    learning_rate: float = Field(gt=0, le=1000, description="Peak learning rate, reached at the end of the warm-up.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises linearly from 0.")
     final_fraction: float = Field(
         default=0.1, ge=0, le=1, description="The cosine ends at this fraction of learning_rate."

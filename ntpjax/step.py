@@ -206,7 +206,9 @@ def _local_gradients(
         return jax.vjp(functools.partial(embed, replica), ends)[1](d_x)[0]
 
     def layer_backward(replica: Replica, weights: PyTree, x: jax.Array, d_x: jax.Array) -> tuple[PyTree, jax.Array]:
-        d_weights, d_x = jax.vjp(functools.partial(layer, replica), weights, x)[1](d_x)
+        grads = jax.vjp(functools.partial(layer, replica), weights, x)[1](d_x)
+        # One collective after the other: the pre-sync must not be in flight together with the last sum of `d_x`.
+        d_weights, d_x = lax.optimization_barrier(grads)
         return replica.pre_sync(d_weights, layer_cut), d_x
 
     def loss_backward(replica: Replica, ends: PyTree, x: jax.Array) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -230,7 +232,11 @@ def _local_gradients(
     d_ends = replicas.run(lambda replica, grads: replica.pre_sync(grads, ends_cut), d_ends)
     d_ends, square = synced(d_ends, ends_cut)
     scalars = [*replicas.from_ranks_0(loss_sum, weight_sum), square + jnp.sum(squares)]
-    return {"ends": d_ends, "layers": d_layers}, StepSums(*lax.psum(scalars, AXIS))
+    grads = {"ends": d_ends, "layers": d_layers}
+    # Nor may the last sum be in flight together with a post-sync: ranks that took them in another order would wait for
+    # ever.
+    grads, scalars = lax.optimization_barrier((grads, scalars))
+    return grads, StepSums(*lax.psum(scalars, AXIS))
 
 
 _SPLIT, _WHOLE = PartitionSpec(AXIS), PartitionSpec()

@@ -99,7 +99,7 @@ def test_a_job_without_an_active_replica_is_refused(policy: BatchPolicy, degrees
 
 @pytest.mark.parametrize(
     ("policy", "size", "degrees"),
-    [("shrink", 1, (3, 4)), ("shrink", 3, (1, 1)), ("keep_global", 0, (4,)), ("equal", 0, (4, 4))],
+    [("shrink", 1, (0, 4)), ("shrink", 0, (1, 1)), ("keep_global", 0, (4,)), ("equal", 0, (4, 4))],
 )
 def test_a_batch_that_leaves_no_row_at_all_is_refused(policy: BatchPolicy, size: int, degrees: tuple[int, ...]):
     rule = re.escape(f"`batch.size` (={size}) leaves no sample for degrees {degrees} under policy '{policy}'.")
@@ -159,3 +159,8 @@ def test_work_that_every_rank_repeats_does_not_grow_when_ranks_are_lost():
 def test_an_unknown_batch_policy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"`policy` .='keep'. must be one of keep_global, shrink, equal"):
         split_batch("keep", 8, (4, 3), 4)  # pyright: ignore[reportArgumentType]
+
+
+def test_shrink_leaves_every_active_replica_with_a_nominal_share_a_row() -> None:
+    assert split_batch("shrink", 3, (1, 1), 4) == (1, 1)
+    assert split_batch("shrink", 2, (1, 0), 4) == (1, 0)

@@ -159,3 +159,12 @@ def test_a_run_that_resumes_meets_the_rest_of_its_schedule():
         to_come = [event for event in events if event.step > step]
         assert schedule_problems(topology_after(start, events, step), to_come) == []
     assert topology_after(start, events, 11).degrees == (4, 4)
+
+
+def test_a_device_that_returns_to_a_full_replica_fills_a_reduced_one() -> None:
+    start = Topology.of_degrees((2, 2), spares=1)
+    events = [Loss(1, 0, 0), Loss(2, 1, 0), Return(3, 0)]
+    assert topology_after(start, events, 2).degrees == (2, 1)
+    back = topology_after(start, events, 3)
+    assert (back.degrees, back.spares) == ((2, 2), ())
+    assert back.replicas[1] == (3, 0)
