@@ -4,6 +4,7 @@ The only place where the configuration, `models/` and `ntpjax` meet.
 """
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -30,12 +31,13 @@ from ntpjax.data import SampleOrder, split_held_out
 from ntpjax.display import make_display
 from ntpjax.exit_codes import ExitCode
 from ntpjax.forecast import Blueprint, work_shares
-from ntpjax.job import Job, Services, fresh_state, restored_state
+from ntpjax.job import Job, Services, fresh_state, restored_state, row_shapes
 from ntpjax.mesh import emulate_cpu_devices
 from ntpjax.metrics import MetricsFile
 from ntpjax.optimizer import adamw, warmup_cosine
 from ntpjax.partition import partition_tree
 from ntpjax.policy import split_batch
+from ntpjax.processes import Place, Processes, ProcessesDifferError
 from ntpjax.records import Note, Record, Sink
 from ntpjax.schedule import Event, Loss, Return, Schedule, schedule_problems, topology_after
 from ntpjax.sections import (
@@ -125,12 +127,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Config, args.config, args.set, command_line={"fail": tuple(args.fail), "restore": tuple(args.restore)}
         )
         tokens = read_tokens(config.data, config.run.seed)
-        set_up_jax(config.run)
+        processes = set_up_jax(config.run)
         with closing(make_display(num_steps=config.run.steps)) as display:
-            return run(config, tokens, display).ended.exit_code
+            return run(config, tokens, processes, display).ended.exit_code
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIG
+    except ProcessesDifferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.PROCESSES_DIFFER
     except KeyboardInterrupt:
         print("interrupted; the same command resumes from the newest checkpoint of the run", file=sys.stderr)
         return ExitCode.INTERRUPTED
@@ -194,51 +199,63 @@ def _tokenizer(data: DataConfig) -> Tokenizer:
     return ByteTokenizer() if data.tokenizer is None else read_tokenizer(data.tokenizer)
 
 
-def set_up_jax(run: RunConfig) -> None:
-    """Settings that must be made before JAX looks for devices."""
+def set_up_jax(run: RunConfig) -> Processes:
+    """Settings that must be made before JAX looks for devices; returns the processes of the job.
+
+    Raises:
+      ConfigError: if the emulated devices cannot be shared out among the processes.
+    """
+    place = Place.from_environment()
     if run.cpu_devices is not None:
-        emulate_cpu_devices(run.cpu_devices)
+        if run.cpu_devices % place.count:
+            raise ConfigError(
+                [f"run.cpu_devices: must be a multiple of the {place.count} processes (got {run.cpu_devices})"]
+            )
+        emulate_cpu_devices(run.cpu_devices // place.count)
     jax.config.update("jax_enable_x64", run.dtype == "float64")
     # Orbax reports every step of every save there.
     logging.getLogger("absl").setLevel(logging.ERROR)
+    return place.join()
 
 
-def run(config: Config, tokens: Tokens, *sinks: Sink) -> Trained:
+def run(config: Config, tokens: Tokens, processes: Processes, *sinks: Sink) -> Trained:
     """Trains as `config` says, from its newest checkpoint if there is one. Every record goes to `sinks` and to a file.
+
+    Of several processes, the first one reports.
 
     Raises:
       ConfigError: if there are too few devices, or the checkpoint is of another run.
       CheckpointError: if the checkpoint cannot be read.
     """
-    with closing(_open_checkpoints(config)) as checkpoints:
-        return _run(config, tokens, checkpoints, sinks)
+    with closing(_open_checkpoints(config, processes)) as checkpoints:
+        return _run(config, tokens, checkpoints, processes, sinks)
 
 
-def _open_checkpoints(config: Config) -> Checkpoints:
+def _open_checkpoints(config: Config, processes: Processes) -> Checkpoints:
     try:
-        return Checkpoints(config.run.dir / "checkpoints", keep_last=config.checkpoint.keep_last)
+        folder, keep_last = config.run.dir / "checkpoints", config.checkpoint.keep_last
+        return Checkpoints(folder, keep_last=keep_last, process=processes.index)
     except OSError as error:
         raise ConfigError([f"run.dir: cannot be used ({error}); choose another folder"]) from error
 
 
-def _run(config: Config, tokens: Tokens, checkpoints: Checkpoints, sinks: Sequence[Sink]) -> Trained:
-    step = checkpoints.latest_step()
+def _run(
+    config: Config, tokens: Tokens, checkpoints: Checkpoints, processes: Processes, sinks: Sequence[Sink]
+) -> Trained:
+    # What the first process sees, for it may save another before the others look.
+    step = json.loads(processes.told_by(0, json.dumps(checkpoints.latest_step())))
     if step is not None:
         _require_same_run(checkpoints.meta(step)["config"], _saved_config(config, tokens), checkpoints.path(step))
     topology, remark = fit(config, len(jax.devices()), step)
     job = make_job(config, tokens)
-    (config.run.dir / "config.yaml").write_text(yaml.safe_dump(_one_file(config), sort_keys=False))
-    try:
-        metrics = MetricsFile(config.run.dir / "metrics.jsonl", resume_step=step)
-    except ValueError as error:
-        raise ConfigError([f"run.dir: {error}"]) from error
+    metrics = _open_metrics(config, step) if processes.index == 0 else None
 
     def emit(record: Record) -> None:
-        for sink in (metrics, *sinks):
+        for sink in (metrics, *sinks) if metrics else ():
             sink.emit(record)
 
     shares = work_shares(job.training.shapes["params"], job.training.partitions["params"])
-    services = Services(Schedule(config.events), ReportNeededSpeedup(shares, emit), checkpoints, emit)
+    services = Services(Schedule(config.events), ReportNeededSpeedup(shares, emit), checkpoints, processes, emit)
     try:
         if remark:
             emit(Note(step or 0, remark, "warning"))
@@ -247,7 +264,17 @@ def _run(config: Config, tokens: Tokens, checkpoints: Checkpoints, sinks: Sequen
         state = restored_state(job, topology, checkpoints, step)
         return train(job, state, services, resumed_from=str(checkpoints.path(step)))
     finally:
-        metrics.close()
+        if metrics:
+            metrics.close()
+
+
+def _open_metrics(config: Config, step: int | None) -> MetricsFile:
+    """The metrics file of the run, beside a copy of its configuration."""
+    (config.run.dir / "config.yaml").write_text(yaml.safe_dump(_one_file(config), sort_keys=False))
+    try:
+        return MetricsFile(config.run.dir / "metrics.jsonl", resume_step=step)
+    except ValueError as error:
+        raise ConfigError([f"run.dir: {error}"]) from error
 
 
 @dataclass(frozen=True)
@@ -290,6 +317,8 @@ def make_job(config: Config, tokens: Tokens) -> Job:
     clip_norm = config.optimizer.clip_norm
     return Job(
         training=Training.of(recipe.model, recipe.params, recipe.partitions, recipe.optimizer, clip_norm=clip_norm),
+        init=recipe.model.init,
+        row=row_shapes(config.data.seq_len),
         schedule=recipe.schedule,
         order=tokens.training,
         held_out=tokens.held_out,

@@ -55,8 +55,8 @@ def train_once(
         f"schedule.restore={list(returns)}",
     ]
     config, recorder = load(Config, path, overrides), Recorder()
-    set_up_jax(config.run)
-    return run(config, read_tokens(config.data, config.run.seed), recorder), recorder
+    processes = set_up_jax(config.run)
+    return run(config, read_tokens(config.data, config.run.seed), processes, recorder), recorder
 
 
 def replicas_differ(trained: Trained) -> bool:

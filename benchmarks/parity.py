@@ -115,7 +115,7 @@ def batch_on(flat: FlatMesh, batch: Batch, rows: tuple[int, ...]) -> dict[str, j
         padded = np.zeros((len(rows), max(rows), values.shape[1]), values.dtype)
         for r, (num, end) in enumerate(zip(rows, ends, strict=True)):
             padded[r, :num] = values[end - num : end]
-        placed[name] = flat.place([padded[r] for r in flat.replica_of])
+        placed[name] = flat.place(lambda position, padded=padded: padded[flat.replica_of[position]])
     return placed
 
 

@@ -6,7 +6,6 @@ assignment problem). Copied KV heads are counted apart. Then, for steps compiled
 each kind of collective, read from the compiled program, beside what an all-to-all would carry.
 """
 
-import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,9 +17,11 @@ from scipy.optimize import linear_sum_assignment
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.parity import SEQ_LEN, Case, random_batch
+from benchmarks.parity import SEQ_LEN, Case
 from models.transformer import TransformerFunctions
 from ntpjax.forecast import Blueprint, forecast
+from ntpjax.hlo import SYNC_SCOPES, collectives
+from ntpjax.job import row_shapes
 from ntpjax.layout import Copied, Family, Split
 from ntpjax.mesh import emulate_cpu_devices
 from ntpjax.partition import partition_tree
@@ -78,18 +79,11 @@ def print_copies() -> None:
 
 
 def collective_bytes(hlo: str) -> Counter[str]:
-    """Bytes of the all-reduces of a compiled program, by the name scope that they come from."""
-    sizes = {"f32": 4, "u32": 4, "s32": 4}
+    """Bytes of the collectives of a compiled program, each counted once, by the name scope that they come from."""
     found: Counter[str] = Counter()
-    for line in hlo.splitlines():
-        match = re.search(r"= \(?(.*?)\)? all-reduce(?:-start)?\(", line)
-        if match:
-            scope = re.search(r'op_name="([^"]*)"', line)
-            names = ("pre_sync", "sum_over_replicas", "post_sync")
-            kind = next((name for name in names if scope and name in scope.group(1)), "tensor parallel and scalars")
-            shapes = re.findall(r"(\w+)\[([\d,]*)\]", match.group(1))
-            for dtype, dims in shapes:
-                found[kind] += sizes[dtype] * int(np.prod([int(dim) for dim in dims.split(",") if dim]))
+    for one in collectives(hlo):
+        kind = next((name for name in SYNC_SCOPES if name in one.scope.split("/")), "tensor parallel")
+        found[kind] += one.num_bytes
     return found
 
 
@@ -99,13 +93,7 @@ def print_step(case: Case) -> None:
     params = jax.eval_shape(model.init, jax.random.key(0))
     training = Training.of(model, params, partition_tree(params, model.rules, max(case.degrees)), optax.sgd(1e-3))
     generation = training.on(Topology.of_degrees(case.degrees))
-    batch, num_replicas = random_batch(case.config, 2 * len(case.degrees), seed=0), len(case.degrees)
-    rows = {
-        "tokens": np.reshape(batch["tokens"], (num_replicas, 2, SEQ_LEN + 1)),
-        "weights": np.reshape(batch["weights"], (num_replicas, 2, SEQ_LEN)),
-    }
-    state = generation.draw(jax.random.key(0))
-    hlo = generation.compiled(state, rows).grad_step.as_text()
+    hlo = generation.compiled(row_shapes(SEQ_LEN), (2,) * len(case.degrees)).grad_step.as_text()
     row = forecast(Blueprint(training.shapes, training.partitions, case.degrees, min(case.degrees)))[-1]
     print(f"step of TP {'|'.join(map(str, case.degrees))}, bytes of buffers: {dict(collective_bytes(hlo))}")
     print(

@@ -10,21 +10,29 @@ one of `ffn` a block of FFN columns (its gate, up and down), one of `vocab` a ro
 drawn unit by unit, from a key that names the parameter and the unit: they do not depend on how the units are spread,
 and no rank ever draws more than it holds.
 
-Shape suffixes: B rows of the batch, S positions, D d_model, N local query heads, K local KV heads, G query heads for
-each KV head, H head dimension, F local FFN columns, V local vocabulary rows, U local units.
+The model computes in the type of the parameters that it is given, which may be narrower than that of the parameters
+that are trained: a caller casts them first. Whatever the type, norms, rotations, softmaxes and losses are computed in
+at least float32, and gradients that are sums over tokens are summed in it.
+
+Shape suffixes: B rows of the batch, S positions, T tokens (all positions of all rows), C tokens of one chunk of them,
+D d_model, N local query heads, K local KV heads, G query heads for each KV head, H head dimension, L positions of the
+keys, F local FFN columns, V local vocabulary rows, U local units.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Protocol, TypedDict
+from typing import Annotated, Any, Literal, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.backend import get_backend
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+PyTree = Any
 Count = Annotated[int, Field(ge=1)]
+AttentionKind = Literal["auto", "xla", "cudnn"]
 
 UnitIds = Mapping[str, jax.Array]
 """For each unit family the ids of the units to hold, [U] int32, -1 for a padding slot."""
@@ -62,7 +70,9 @@ def _as_tuple(value: object) -> object:
 
 
 class TransformerConfig(BaseModel):
-    """Sizes of the model. Any number of heads, FFN units and vocabulary rows goes with any TP degree."""
+    """Sizes of the model, and how it computes. Any number of heads, FFN units and vocabulary rows goes with any TP
+    degree.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -81,6 +91,16 @@ class TransformerConfig(BaseModel):
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     init_std: float = Field(
         default=0.02, gt=0, allow_inf_nan=False, description="residual outputs: over sqrt(2 layers)"
+    )
+    attention: AttentionKind = Field(
+        default="auto",
+        description="xla: attention matrices in memory; cudnn: its fused kernel, 16-bit types on CUDA only; auto: cudnn "
+        "if JAX's default backend is CUDA and the type and head_dim go with it (a multiple of 8, at most 128), else xla",
+    )
+    loss_chunk: Count | None = Field(
+        default=2048,
+        description="most tokens whose logits exist at a time; the backward pass computes them again. null: those of "
+        "all tokens, computed once",
     )
 
     @model_validator(mode="after")
@@ -154,15 +174,20 @@ def _draw(key: jax.Array, unit_ids: jax.Array, unit_shape: tuple[int, ...], std:
     return jnp.where(held, draw * std, 0).reshape(-1, *unit_shape[1:])
 
 
+def _at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 class RMSNorm(nnx.Module):
     def __init__(self, config: TransformerConfig, dtype: jnp.dtype) -> None:
         self.scale = nnx.Param(jnp.ones(config.d_model, dtype))
         self.eps = config.norm_eps
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        wide = x_BSD.astype(jnp.promote_types(x_BSD.dtype, jnp.float32))
+        wide = x_BSD.astype(_at_least_float32(x_BSD.dtype))
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * inverse).astype(x_BSD.dtype) * self.scale[...]
+        # The scale's gradient is a sum over all tokens: it must not be one of 16-bit numbers.
+        return (wide * inverse * self.scale[...].astype(wide.dtype)).astype(x_BSD.dtype)
 
 
 class Attention(nnx.Module):
@@ -175,6 +200,7 @@ class Attention(nnx.Module):
         self.v = nnx.Param(_draw(keys[2], units[self.kv_family], shape, config.init_std, dtype))
         self.out = nnx.Param(_draw(keys[3], units[heads], shape, residual_std, dtype))
         self.rope_theta = config.rope_theta
+        self.kind: AttentionKind = config.attention
 
     def __call__(self, x_BSD: jax.Array, tp: TensorParallel) -> jax.Array:
         q_BSNH = _rotate(jnp.einsum("bsd,nhd->bsnh", x_BSD, self.q[...]), self.rope_theta)
@@ -184,30 +210,45 @@ class Attention(nnx.Module):
         if kv_slots_N is not None:
             # Zeros for padding: its output must be zero, or its out-projection would get a gradient.
             k_BSKH, v_BSKH = (jnp.take(x, kv_slots_N, axis=2, mode="fill", fill_value=0) for x in (k_BSKH, v_BSKH))
-        mixed_BSNH = _attend(q_BSNH, k_BSKH, v_BSKH)
+        mixed_BSNH = _attend(q_BSNH, k_BSKH, v_BSKH, self.kind)
         return jnp.einsum("bsnh,nhd->bsd", mixed_BSNH, self.out[...])
 
 
 def _rotate(x_BSNH: jax.Array, theta: float) -> jax.Array:
     """RoPE: the two halves of a head are the pairs' coordinates; angle position x theta^(-2i/H)."""
     half = x_BSNH.shape[-1] // 2
-    wide = jnp.promote_types(x_BSNH.dtype, jnp.float32)
+    wide = _at_least_float32(x_BSNH.dtype)
     frequency = theta ** (-jnp.arange(half, dtype=wide) / half)
     angle_SH = jnp.arange(x_BSNH.shape[1], dtype=wide)[:, None] * frequency
-    cos, sin = (f(angle_SH)[:, None, :].astype(x_BSNH.dtype) for f in (jnp.cos, jnp.sin))
-    left, right = x_BSNH[..., :half], x_BSNH[..., half:]
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    cos, sin = (f(angle_SH)[:, None, :] for f in (jnp.cos, jnp.sin))
+    left, right = (part.astype(wide) for part in (x_BSNH[..., :half], x_BSNH[..., half:]))
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x_BSNH.dtype)
 
 
-def _attend(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
-    """Causal grouped-query attention; softmax in at least float32 (float64 stays float64)."""
+def _attend(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, kind: AttentionKind) -> jax.Array:
+    """Causal grouped-query attention; softmax in at least float32."""
+    if q_BSNH.dtype == jnp.float64:
+        return _attend_in_float64(q_BSNH, k_BSKH, v_BSKH)
+    if kind == "auto":
+        kind = "cudnn" if _cudnn_takes(q_BSNH) else "xla"
+    return jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, is_causal=True, implementation=kind)
+
+
+def _cudnn_takes(q_BSNH: jax.Array) -> bool:
+    # Asked while tracing: JAX cannot even trace the kernel where there is no cuDNN, so that `platform_dependent`, which
+    # traces what it does not choose too, is no way out.
+    is_cuda, head_dim = "cuda" in get_backend().platform_version, q_BSNH.shape[-1]
+    return is_cuda and q_BSNH.dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
+
+
+def _attend_in_float64(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+    """`jax.nn.dot_product_attention`, which does the softmax of float64 in float32, without that loss."""
     rows, length, num_heads, head_dim = q_BSNH.shape
     q_BSKGH = q_BSNH.reshape(rows, length, k_BSKH.shape[2], -1, head_dim)
-    wide = jnp.promote_types(q_BSNH.dtype, jnp.float32)
-    score_BKGST = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k_BSKH, preferred_element_type=wide) * head_dim**-0.5
-    causal_ST = jnp.tril(jnp.ones((length, length), bool))
-    weight_BKGST = jax.nn.softmax(jnp.where(causal_ST, score_BKGST, -jnp.inf), axis=-1).astype(v_BSKH.dtype)
-    return jnp.einsum("bkgst,btkh->bskgh", weight_BKGST, v_BSKH).reshape(rows, length, num_heads, head_dim)
+    score_BKGSL = jnp.einsum("bskgh,blkh->bkgsl", q_BSKGH, k_BSKH) * head_dim**-0.5
+    causal_SL = jnp.tril(jnp.ones((length, length), bool))
+    weight_BKGSL = jax.nn.softmax(jnp.where(causal_SL, score_BKGSL, -jnp.inf), axis=-1)
+    return jnp.einsum("bkgsl,blkh->bskgh", weight_BKGSL, v_BSKH).reshape(q_BSNH.shape)
 
 
 class FeedForward(nnx.Module):
@@ -270,21 +311,85 @@ class Ends(nnx.Module):
         slot_of_token = slot_of_token.at[tp.unit_ids("vocab")].set(
             jnp.arange(slots, dtype=jnp.int32), mode="drop", wrap_negative_indices=False
         )
-        return tp.exit(self.embedding[...].at[slot_of_token[tokens_BS]].get(mode="fill", fill_value=0))
+        # A row's gradient is a sum over all places where its token stands: not one of 16-bit numbers.
+        wide_VD = self.embedding[...].astype(_at_least_float32(self.embedding.dtype))
+        x_BSD = wide_VD.at[slot_of_token[tokens_BS]].get(mode="fill", fill_value=0)
+        return tp.exit(x_BSD.astype(self.embedding.dtype))
 
     def loss(self, x_BSD: jax.Array, targets_BS: jax.Array, tp: TensorParallel) -> jax.Array:
         """Cross-entropy [B, S] in nats. Each rank has the logits of its own rows only; padding rows have no mass."""
         head_VD = self.embedding[...] if self.config.tie_embeddings else self.head[...]
-        wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
+        # The head's gradients of the chunks are added up in this type.
+        head_VD = head_VD.astype(_at_least_float32(head_VD.dtype))
         unit_ids_V = tp.unit_ids("vocab")
-        hidden_BSD = tp.enter(self.final_norm(x_BSD))
-        logit_BSV = jnp.einsum("bsd,vd->bsv", hidden_BSD, head_VD, preferred_element_type=wide)
-        logit_BSV = jnp.where(unit_ids_V >= 0, logit_BSV, -jnp.inf)
-        largest_BS = tp.max(jnp.max(logit_BSV, axis=-1))
-        total_BS = tp.exit(jnp.sum(jnp.exp(logit_BSV - largest_BS[..., None]), axis=-1))
-        chosen_BSV = unit_ids_V == targets_BS[..., None]
-        target_BS = tp.exit(jnp.sum(jnp.where(chosen_BSV, logit_BSV, 0), axis=-1))
-        return jnp.log(total_BS) + largest_BS - target_BS
+        hidden_TD = tp.enter(self.final_norm(x_BSD)).reshape(-1, x_BSD.shape[-1])
+
+        def own_rows(hidden_CD: jax.Array, targets_C: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            return _own_logits(hidden_CD, targets_C, head_VD, unit_ids_V)
+
+        # No collectives between the chunks: those of all tokens come after the last one.
+        own_largest_T, own_total_T, own_target_T = _in_chunks(
+            own_rows, self.config.loss_chunk, hidden_TD, targets_BS.reshape(-1)
+        )
+        largest_T = tp.max(own_largest_T)
+        own_total_T = own_total_T * jnp.exp(own_largest_T - largest_T)
+        total_T, target_T = tp.exit(jnp.stack([own_total_T, own_target_T]))
+        return (jnp.log(total_T) + largest_T - target_T).reshape(targets_BS.shape)
+
+
+def _own_logits(
+    hidden_CD: jax.Array, targets_C: jax.Array, head_VD: jax.Array, unit_ids_V: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What this rank's logits contribute to the loss of each token, [C] each.
+
+    The largest logit `m` (no gradient), the sum of `exp(logit - m)`, and the target's logit or 0 if it is on another
+    rank. The largest of a rank that holds padding only is -inf.
+    """
+    logit_CV = jnp.where(unit_ids_V >= 0, _logits(hidden_CD, head_VD), -jnp.inf)
+    largest_C = jax.lax.stop_gradient(jnp.max(logit_CV, axis=-1))
+    # -inf - (-inf) would be NaN.
+    total_C = jnp.sum(jnp.exp(logit_CV - jnp.where(largest_C > -jnp.inf, largest_C, 0)[:, None]), axis=-1)
+    target_C = jnp.sum(jnp.where(unit_ids_V == targets_C[:, None], logit_CV, 0), axis=-1)
+    return largest_C, total_C, target_C
+
+
+@jax.custom_vjp
+def _logits(hidden_CD: jax.Array, head_VD: jax.Array) -> jax.Array:
+    """Logits [C, V] in the type of the head (at least float32), by a matmul in the type of `hidden_CD`.
+
+    The gradient is written by hand because JAX takes it with float32 matmuls, since that is what the logits are.
+    """
+    return jnp.einsum("cd,vd->cv", hidden_CD, head_VD.astype(hidden_CD.dtype), preferred_element_type=head_VD.dtype)
+
+
+def _logits_backward(kept: tuple[jax.Array, jax.Array], d_logit_CV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    hidden_CD, head_VD = kept
+    d_logit_CV = d_logit_CV.astype(hidden_CD.dtype)
+    d_hidden_CD = jnp.einsum("cv,vd->cd", d_logit_CV, head_VD.astype(hidden_CD.dtype))
+    return d_hidden_CD, jnp.einsum("cv,cd->vd", d_logit_CV, hidden_CD, preferred_element_type=head_VD.dtype)
+
+
+_logits.defvjp(lambda hidden_CD, head_VD: (_logits(hidden_CD, head_VD), (hidden_CD, head_VD)), _logits_backward)
+
+
+def _in_chunks(function: Callable[..., PyTree], most: int | None, *arrays: jax.Array) -> PyTree:
+    """`function(*arrays)`, arrays [T, ...] to arrays [T, ...], on at most `most` of their T entries at a time.
+
+    What it computes of a chunk is computed again in the backward pass. The last chunk is filled up with zeros.
+    """
+    num = arrays[0].shape[0]
+    num_chunks = -(-num // (most or num))
+    if num_chunks == 1:
+        return function(*arrays)
+    size = -(-num // num_chunks)
+
+    def cut(array: jax.Array) -> jax.Array:
+        filled = jnp.pad(array, [(0, num_chunks * size - num), *[(0, 0)] * (array.ndim - 1)])
+        return filled.reshape(num_chunks, size, *array.shape[1:])
+
+    again = jax.checkpoint(function, prevent_cse=False)
+    _, results = jax.lax.scan(lambda _, chunk: (None, again(*chunk)), None, tuple(map(cut, arrays)))
+    return jax.tree.map(lambda result: result.reshape(-1, *result.shape[2:])[:num], results)
 
 
 class Transformer(nnx.Module):
@@ -296,7 +401,7 @@ class Transformer(nnx.Module):
       config: the logical sizes.
       key: the random key; the same key gives the same values whatever `units` says.
       units: the units to hold, for each family; all of them by default.
-      dtype: of the parameters and of the computation.
+      dtype: of the parameters.
     """
 
     def __init__(
@@ -314,6 +419,10 @@ class TransformerFunctions:
     """The transformer as pure functions of its parameters, the form that a training step takes.
 
     `params` is a dict with `ends` and `layers`; every leaf of `layers` is stacked over layers.
+
+    Attributes:
+      config: the logical sizes.
+      dtype: of the parameters that `init` draws. The other functions compute in the type of those they are given.
     """
 
     config: TransformerConfig
@@ -331,7 +440,8 @@ class TransformerFunctions:
     def loss(self, ends: dict, x_BSD: jax.Array, batch: Batch, tp: TensorParallel) -> tuple[jax.Array, jax.Array]:
         """Sum of the weighted losses, and the sum of the weights."""
         loss_BS = nnx.merge(self._graphs["ends"], ends).loss(x_BSD, batch["tokens"][:, 1:], tp)
-        return jnp.sum(loss_BS * batch["weights"]), jnp.sum(batch["weights"])
+        weights_BS = batch["weights"].astype(loss_BS.dtype)
+        return jnp.sum(loss_BS * weights_BS), jnp.sum(weights_BS)
 
     @functools.cached_property
     def _graphs(self) -> dict[str, nnx.GraphDef]:

@@ -4,6 +4,7 @@ The names below are the library, for use in your own model (README, "In your own
 `train.py`; how the files depend on each other is drawn in `ntpjax/README.md`.
 """
 
+from ntpjax.backward import Model, StepOptions, StepSums
 from ntpjax.boost import BoostHook
 from ntpjax.checkpoint import CheckpointError, Checkpoints
 from ntpjax.collectives import TensorParallel
@@ -15,15 +16,7 @@ from ntpjax.packing import pack, unpack
 from ntpjax.partition import Partition, Rule, partition_tree
 from ntpjax.plan import Move, NoHolderError, plan_moves
 from ntpjax.policy import split_batch
-from ntpjax.step import (
-    Model,
-    StepSums,
-    make_apply_step,
-    make_eval_step,
-    make_grad_step,
-    make_init,
-    make_optimizer_init,
-)
+from ntpjax.step import make_apply_step, make_eval_step, make_grad_step, make_init, make_optimizer_init
 from ntpjax.topology import Topology
 from ntpjax.training import Generation, Training, deal_rows
 
@@ -44,6 +37,7 @@ __all__ = [
     "Partition",
     "Rule",
     "Split",
+    "StepOptions",
     "StepSums",
     "TensorParallel",
     "Topology",

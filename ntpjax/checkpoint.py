@@ -27,13 +27,18 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints in one folder. Writing is asynchronous: one save at a time, and the next one waits for it."""
 
-    def __init__(self, directory: Path, *, keep_last: int) -> None:
+    def __init__(self, directory: Path, *, keep_last: int, process: int = 0) -> None:
         # Orbax needs an absolute path, and the working directory may change later.
         self._directory = directory.absolute()
+        self._directory.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep_last,
             enable_async_checkpointing=True,
-            create=True,
+            create=False,  # Orbax makes no folder for one process of several
+            # Each process reads and writes on its own: what is saved is logical arrays on the host of one of them.
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
+            ),
             # Made in the background, a folder that cannot be made is waited for, by threads that outlive the save.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
@@ -47,7 +52,7 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """The newest step that is complete on disk, after a running save has ended."""
         self.wait()
-        return max(filter(self.is_complete, self._manager.all_steps()), default=None)
+        return max(filter(self.is_complete, self._manager.all_steps(read=True)), default=None)
 
     def is_complete(self, step: int) -> bool:
         """Whether the checkpoint of `step` is there, whole."""

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ntpjax import text
+from ntpjax.aot_command import add_aot
 from ntpjax.bpe import FileTokenizer, paragraphs, read_tokenizer, train_bpe
 from ntpjax.config import Section, load
 from ntpjax.describe import format_bytes, format_seconds
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_tokenize(commands)
     add_plan(commands)
+    add_aot(commands)
     return parser
 
 

@@ -22,7 +22,7 @@ from ntpjax.plan import Exchange
 PyTree = Any
 SumBuffers = Callable[[list[jax.Array]], list[jax.Array]]
 
-_NOTHING = np.iinfo(np.int32).max
+NOTHING = np.iinfo(np.int32).max
 """An index that is out of range of every buffer: reads as zero."""
 
 
@@ -116,10 +116,10 @@ class ExchangeTables:
 
 def exchange_tables(table: Exchange, own_slots: int, new_slots: int) -> ExchangeTables:
     """The index arrays of `table` for buffers of `own_slots` units before and `new_slots` units after the exchange."""
-    give = np.full((len(table.give), len(table.shared)), _NOTHING, np.int32)
-    take = np.full((len(table.take), new_slots), _NOTHING, np.int32)
+    give = np.full((len(table.give), len(table.shared)), NOTHING, np.int32)
+    take = np.full((len(table.take), new_slots), NOTHING, np.int32)
     for rank, (given, taken) in enumerate(zip(table.give, table.take, strict=True)):
-        give[rank] = [_NOTHING if slot is None else slot for slot in given]
+        give[rank] = [NOTHING if slot is None else slot for slot in given]
         take[rank, : len(taken)] = [source if source >= 0 else own_slots - 1 - source for source in taken]
     return ExchangeTables(give, take)
 
@@ -166,9 +166,12 @@ def sum_bits(buffers: list[jax.Array], groups: Groups) -> list[jax.Array]:
 
     def total(vector: jax.Array) -> jax.Array:
         bits = as_bits(vector)
-        # Collective libraries sum no 16-bit integers.
-        wide = bits.astype(jnp.uint32) if bits.dtype.itemsize < 4 else bits
-        return from_bits(group_sum(wide, groups).astype(bits.dtype), vector.dtype)
+        if bits.dtype.itemsize >= 4:
+            return from_bits(group_sum(bits, groups), vector.dtype)
+        # Collective libraries sum no 16-bit integers. In pairs they can be summed: no carry leaves either half.
+        pairs = lax.bitcast_convert_type(jnp.pad(bits, (0, bits.size % 2)).reshape(-1, 2), jnp.uint32)
+        halves = lax.bitcast_convert_type(group_sum(pairs, groups), bits.dtype)
+        return from_bits(halves.ravel()[: bits.size], vector.dtype)
 
     return _in_one_vector(buffers, total)
 

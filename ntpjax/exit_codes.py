@@ -18,5 +18,7 @@ class ExitCode(IntEnum):
     """Loss or gradients are not finite; the last good state was saved."""
     CHECKPOINT_FAILED = 6
     """A checkpoint could not be written."""
+    PROCESSES_DIFFER = 7
+    """The programs of the processes do not fit together; no step was done with them."""
     INTERRUPTED = 130
     """Stopped from the keyboard."""

@@ -13,12 +13,15 @@ import optax
 
 from ntpjax.boost import BoostHook
 from ntpjax.checkpoint import Checkpoints
-from ntpjax.data import Batch, BatchStream, SampleOrder, batch_at
+from ntpjax.data import Batch, BatchStream, SampleOrder
 from ntpjax.policy import BatchPolicy, split_batch
+from ntpjax.processes import Processes
 from ntpjax.records import CheckpointSaved, Note, Record
 from ntpjax.schedule import FailureSource
 from ntpjax.topology import Topology
-from ntpjax.training import Generation, State, Training
+from ntpjax.training import Generation, Init, State, Training
+
+PyTree = Any
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Job:
 
     Attributes:
       training: the model and how it is trained.
+      init: draws the initial parameters, see `Generation.draw`.
+      row: shapes and types of one row of a batch.
       schedule: the learning rate over steps, for the records.
       order, held_out: samples to train on and to evaluate on.
       batch_size, batch_policy: samples of a global step, and how replicas of unequal degree share them.
@@ -38,6 +43,8 @@ class Job:
     """
 
     training: Training
+    init: Init
+    row: PyTree
     schedule: optax.Schedule
     order: SampleOrder
     held_out: SampleOrder
@@ -55,11 +62,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Services:
-    """What a run talks to: the failure source, the boost hook, the checkpoints, and whoever takes its records."""
+    """What a run talks to: the failure source, the boost hook, the checkpoints, the other processes, and whoever takes
+    its records.
+    """
 
     failures: FailureSource
     hook: BoostHook
     checkpoints: Checkpoints
+    processes: Processes
     emit: Callable[[Record], None]
 
 
@@ -89,7 +99,7 @@ class Running:
 def fresh_state(job: Job, topology: Topology) -> TrainState:
     """The state before the first step."""
     generation = job.training.on(topology)
-    return TrainState(0, 0, generation.draw(jax.random.key(job.seed)), generation)
+    return TrainState(0, 0, generation.draw(job.init, jax.random.key(job.seed)), generation)
 
 
 def restored_state(job: Job, topology: Topology, checkpoints: Checkpoints, step: int) -> TrainState:
@@ -109,8 +119,17 @@ def start_running(job: Job, state: TrainState, services: Services) -> Running:
     rows = split_batch(job.batch_policy, job.batch_size, topology.degrees, topology.nominal_tp)
     stream = BatchStream(job.order, samples_seen=state.samples_seen, rows=rows)
     services.emit(Note(state.step, f"compiling the step for TP {'|'.join(map(str, topology.degrees))}", "info"))
-    like = rows_of(batch_at(job.order, samples_seen=state.samples_seen, rows=rows))
-    return Running(state.generation.compiled(state.arrays, like), rows, stream)
+    programs = state.generation.compiled(job.row, rows) if state.generation.flat.own_positions else state.generation
+    services.processes.require_equal("sums over replicas", programs.sums)
+    return Running(programs, rows, stream)
+
+
+def row_shapes(seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and types of one row of `rows_of`."""
+    return {
+        "tokens": jax.ShapeDtypeStruct((seq_len + 1,), np.int32),
+        "weights": jax.ShapeDtypeStruct((seq_len,), np.float32),
+    }
 
 
 def rows_of(batch: Batch) -> dict[str, np.ndarray]:
@@ -125,10 +144,14 @@ def save(job: Job, state: TrainState, services: Services, positions: Sequence[in
     A step that is on disk already is not saved again.
     """
     report_saved(services, services.checkpoints.wait())
-    if services.checkpoints.is_complete(state.step):
+    # Asked of the leader, that saves: to others a folder may appear later.
+    complete = services.checkpoints.is_complete(state.step)
+    if services.processes.told_by(state.generation.flat.leader, str(complete)) == "True":
         return
     started = time.monotonic()
     logical = state.generation.gather(state.arrays, positions)
+    if logical is None:
+        return
     key = jax.random.key(job.seed)
     meta = {
         "step": state.step,

@@ -201,12 +201,6 @@ def holdings(family: Family, degrees: Sequence[int]) -> Layout:
     return Layout(tuple(units for degree in degrees for units in family.compute_layout(degree).ranks))
 
 
-def buffer_slots(family: Family, degrees: Sequence[int]) -> int:
-    """Slots of a buffer that has room for the compute and the sync layout of each of these degrees."""
-    layouts = [family.compute_layout(degree) for degree in set(degrees)]
-    return max(layout.slots for layout in (*layouts, family.sync_layout(min(degrees), min(degrees))))
-
-
 def _on_core_ranks(ranks: tuple[tuple[int, ...], ...], degree: int) -> Layout:
     return Layout(ranks + ((),) * (degree - len(ranks)))
 

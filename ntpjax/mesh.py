@@ -10,7 +10,7 @@ Example: degrees (4, 3) make a mesh of 7 positions, TP groups (0 1 2 3)(4 5 6) a
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ntpjax.layout import Family
 from ntpjax.topology import Topology
 
 AXIS = "flat"
@@ -34,10 +35,13 @@ class FlatMesh:
     Attributes:
       mesh: a JAX mesh with the one axis `AXIS`.
       topology: what the mesh was made from.
+      own_positions: the positions of this process's devices. The process compiles its programs for their TP degrees
+        only, and its arrays have room for what these hold and no more: their shapes differ from process to process.
     """
 
     mesh: Mesh
     topology: Topology
+    own_positions: tuple[int, ...]
 
     @property
     def num_devices(self) -> int:
@@ -75,25 +79,51 @@ class FlatMesh:
         """The id of each position's replica."""
         return self.topology.owners
 
+    @functools.cached_property
+    def own_degrees(self) -> tuple[int, ...]:
+        """The TP degrees of this process's devices, lowest first; of all devices if it has none."""
+        all_degrees = [degree for degree in self.degrees for _ in range(degree)]
+        return tuple(sorted({all_degrees[position] for position in self.own_positions} or set(self.degrees)))
+
+    @property
+    def processes(self) -> set[int]:
+        """The processes that have devices here."""
+        return {device.process_index for device in self.mesh.devices}
+
+    @property
+    def leader(self) -> int:
+        """The process that speaks for all: the one with the lowest index that has devices here."""
+        return min(self.processes)
+
+    def slots(self, family: Family) -> int:
+        """Slots of this process's buffers: the most units that a rank of its TP degrees computes with."""
+        return max(family.compute_layout(degree).slots for degree in self.own_degrees)
+
     @property
     def sharding(self) -> NamedSharding:
         """The sharding of every array on the flat mesh: [num_devices, ...] over its first dimension."""
         return NamedSharding(self.mesh, PartitionSpec(AXIS))
 
-    def assemble(self, shards: Sequence[jax.Array]) -> jax.Array:
-        """The array [num_devices, ...] whose part at position `p` is `shards[p]`, [1, ...], already on its device."""
-        shape = (self.num_devices, *shards[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self.sharding, list(shards))
+    def assemble(self, shards: Sequence[jax.Array], part: jax.ShapeDtypeStruct) -> jax.Array:
+        """The array [num_devices, ...] whose parts at the own positions are `shards`, [1, ...], each on its device.
 
-    def shards(self, array: jax.Array) -> list[jax.Array]:
-        """The parts [1, ...] of an array [num_devices, ...] by position: the inverse of `assemble`."""
+        Args:
+          part: shape and type of what one device has, without the leading 1.
+        """
+        shape = (self.num_devices, *part.shape)
+        return jax.make_array_from_single_device_arrays(shape, self.sharding, list(shards), dtype=part.dtype)
+
+    def shards(self, array: jax.Array) -> dict[int, jax.Array]:
+        """The parts [1, ...] of an array [num_devices, ...] at the own positions: the inverse of `assemble`."""
         parts = {shard.device: shard.data for shard in array.addressable_shards}
-        return [parts[device] for device in self.mesh.devices]
+        return {position: parts[self.mesh.devices[position]] for position in self.own_positions}
 
-    def place(self, values: Sequence[np.ndarray]) -> jax.Array:
-        """The array [num_devices, ...] whose part at position `p` is `values[p]`, sent to its device."""
-        shards = [jax.device_put(value[None], device) for value, device in zip(values, self.mesh.devices, strict=True)]
-        return self.assemble(shards)
+    def place(self, value_at: Callable[[int], np.ndarray]) -> jax.Array:
+        """The array [num_devices, ...] whose part at each own position `p` is `value_at(p)`, sent to its device."""
+        values = {position: value_at(position) for position in self.own_positions or (0,)}
+        part = next(iter(values.values()))
+        shards = [jax.device_put(values[p][None], self.mesh.devices[p]) for p in self.own_positions]
+        return self.assemble(shards, jax.ShapeDtypeStruct(part.shape, jax.dtypes.canonicalize_dtype(part.dtype)))
 
 
 def emulate_cpu_devices(num_devices: int) -> None:
@@ -105,8 +135,12 @@ def emulate_cpu_devices(num_devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
-def flat_mesh(topology: Topology, devices: Sequence[Device]) -> FlatMesh:
+def flat_mesh(topology: Topology, devices: Sequence[Device], own_degree: int | None = None) -> FlatMesh:
     """The flat mesh of `topology`, whose device number `k` is `devices[k]`.
+
+    Args:
+      own_degree: what a process that has all replicas of this TP degree would see, on devices that are compiled for but
+        not run on. By default the own positions are those of this process's devices.
 
     Raises:
       ValueError: if there are too few devices, or on TPU with replicas of unequal degree, which its compiler refuses.
@@ -118,4 +152,10 @@ def flat_mesh(topology: Topology, devices: Sequence[Device]) -> FlatMesh:
             f"TP degrees {topology.degrees} are uneven, and the TPU compiler refuses collectives over uneven groups; "
             "use GPUs or CPUs, or give every replica the same degree."
         )
-    return FlatMesh(Mesh(np.array([devices[number] for number in topology.devices]), (AXIS,)), topology)
+    chosen = [devices[number] for number in topology.devices]
+    if own_degree is None:
+        own = [device.process_index == jax.process_index() for device in chosen]
+    else:
+        own = [topology.degrees[replica] == own_degree for replica in topology.owners]
+    own_positions = tuple(position for position, is_own in enumerate(own) if is_own)
+    return FlatMesh(Mesh(np.array(chosen), (AXIS,)), topology, own_positions)

@@ -7,6 +7,7 @@ are never read.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from ntpjax.collectives import ExchangeTables, as_bits, exchange_tables, exchange_units, from_bits, sum_bits
-from ntpjax.layout import Family, buffer_slots
+from ntpjax.collectives import NOTHING, ExchangeTables, as_bits, exchange_tables, exchange_units, from_bits, sum_bits
+from ntpjax.layout import REPLICATED, Family
 from ntpjax.mesh import AXIS, FlatMesh
+from ntpjax.packing import gather_units, unit_sources
 from ntpjax.partition import Partition, families_in
 from ntpjax.plan import Move, exchange_of_moves, plan_change
 
@@ -50,38 +52,65 @@ def move_state(state: PyTree, partitions: PyTree, old: FlatMesh, new: FlatMesh) 
         plan = plans[part.family]
         num_bytes += len(plan.moves) * plan.bytes_of_unit(array)
         joined = _from_survivors(array, old, new)
-        if all(plan.keeps):
+        if not new.own_positions:
+            return new.assemble([], _with_slots(joined, part, plan.new_slots))
+        # All processes take part in moves, or none does.
+        if not plan.moves and all(plan.keeps[p] for p in new.own_positions):
             return joined
-        give, take = (new.place(list(table)) for table in (plan.tables.give, plan.tables.take))
+        give, take = (new.place(list(table).__getitem__) for table in (plan.tables.give, plan.tables.take))
         before, after = new.shards(joined), new.shards(_exchange(joined, give, take, part, new.mesh))
         # Who keeps all units in their slots keeps the very buffer.
-        return new.assemble([b if keeps else a for keeps, b, a in zip(plan.keeps, before, after, strict=True)])
+        shards = [before[p] if plan.keeps[p] else after[p] for p in new.own_positions]
+        return new.assemble(shards, _with_slots(joined, part, plan.new_slots))
 
     moved = jax.block_until_ready(jax.tree.map(move, state, partitions))
     moves = [(move, new.replica_of) for plan in plans.values() for move in plan.moves]
     return moved, Moved(len(moves), num_bytes, _describe_sources(moves))
 
 
+def collect(state: PyTree, partitions: PyTree, flat: FlatMesh, positions: Sequence[int], *, keep: bool) -> PyTree:
+    """The logical arrays on the host, of units on the devices of several processes; all of them make this call.
+
+    Args:
+      positions: which devices are read.
+      keep: whether this process wants the arrays; else it only sends what it has, and gets None for each.
+
+    Raises:
+      NoHolderError: if these devices do not hold every unit.
+    """
+
+    def collect_leaf(array: jax.Array, part: Partition) -> np.ndarray | None:
+        sources = unit_sources(part.family, flat, positions)
+        table = np.full((flat.num_devices, part.family.num_units), NOTHING, np.int32)
+        for position, slot_of in sources.items():
+            table[position, list(slot_of)] = list(slot_of.values())
+        logical = _sum_units(array, flat.place(list(table).__getitem__), part, flat.mesh)
+        return np.asarray(logical.addressable_data(0)) if keep else None
+
+    return jax.tree.map(collect_leaf, state, partitions)
+
+
 @dataclass(frozen=True)
 class _FamilyPlan:
     """How the units of one family get to the new flat mesh; positions are those of the new one.
 
-    `keeps` says of each position whether its buffer stays as it is.
+    `keeps` says of each position whether its buffer stays as it is; slots are those of this process.
     """
 
     moves: tuple[Move, ...]
     tables: ExchangeTables
     old_slots: int
+    new_slots: int
     keeps: tuple[bool, ...]
 
     @classmethod
     def of(cls, family: Family, old: FlatMesh, new: FlatMesh) -> "_FamilyPlan":
         change = plan_change(family, old.topology, new.topology)
-        old_slots, new_slots = buffer_slots(family, old.degrees), buffer_slots(family, new.degrees)
+        old_slots, new_slots = old.slots(family), new.slots(family)
         tables = exchange_tables(exchange_of_moves(change.have, change.want, change.moves), old_slots, new_slots)
         pairs = zip(change.have.ranks, change.want.ranks, strict=True)
         keeps = tuple(have == want and old_slots == new_slots for have, want in pairs)
-        return cls(change.moves, tables, old_slots, keeps)
+        return cls(change.moves, tables, old_slots, new_slots, keeps)
 
     def bytes_of_unit(self, array: jax.Array) -> int:
         return array.nbytes // array.shape[0] // self.old_slots
@@ -90,15 +119,19 @@ class _FamilyPlan:
 def _from_survivors(array: jax.Array, old: FlatMesh, new: FlatMesh) -> jax.Array:
     """The array on the new flat mesh of the survivors' buffers, uncopied, and zeros on newcomers."""
     buffers = {shard.device: shard.data for shard in array.addressable_shards}
-    number_to_device = dict(zip(new.topology.devices, new.mesh.devices, strict=True))
     survivors = set(old.topology.devices)
     zeros = np.zeros((1, *array.shape[1:]), array.dtype)
-    return new.assemble(
-        [
-            buffers[device] if number in survivors else jax.device_put(zeros, device)
-            for number, device in number_to_device.items()
-        ]
-    )
+    own = [(new.topology.devices[position], new.mesh.devices[position]) for position in new.own_positions]
+    shards = [buffers[device] if number in survivors else jax.device_put(zeros, device) for number, device in own]
+    return new.assemble(shards, jax.ShapeDtypeStruct(array.shape[1:], array.dtype))
+
+
+def _with_slots(array: jax.Array, part: Partition, slots: int) -> jax.ShapeDtypeStruct:
+    """What one device has of `array` when its buffer has `slots` slots."""
+    shape = list(array.shape[1:])
+    if part.family != REPLICATED:
+        shape[part.dim] = slots * part.unit_size
+    return jax.ShapeDtypeStruct(tuple(shape), array.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("part", "mesh"))
@@ -116,6 +149,19 @@ def _exchange(array: jax.Array, give: jax.Array, take: jax.Array, part: Partitio
     return jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(
         array, give, take
     )
+
+
+@functools.partial(jax.jit, static_argnames=("part", "mesh"))
+def _sum_units(array: jax.Array, table: jax.Array, part: Partition, mesh: Mesh) -> jax.Array:
+    """The logical array, on every device: each unit from the one that has its slot in `table`, [devices, units]."""
+
+    def local(array: jax.Array, table: jax.Array) -> jax.Array:
+        mine = gather_units(part.split(as_bits(array[0])), table[0], part.dim)
+        (total,) = sum_bits([mine], (tuple(range(mesh.size)),))
+        return from_bits(part.join(total), array.dtype)
+
+    specs = (PartitionSpec(AXIS), PartitionSpec(AXIS))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(array, table)
 
 
 def _describe_sources(moves: list[tuple[Move, tuple[int, ...]]]) -> str:

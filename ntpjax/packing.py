@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ntpjax.layout import REPLICATED, Copied, Family, buffer_slots, holdings
+from ntpjax.layout import REPLICATED, Copied, Family, holdings
 from ntpjax.mesh import FlatMesh
 from ntpjax.partition import Partition
 from ntpjax.plan import NoHolderError
@@ -31,15 +31,16 @@ def pack(params: PyTree, partitions: PyTree, flat: FlatMesh) -> PyTree:
     """
 
     def pack_leaf(x: np.ndarray, part: Partition) -> jax.Array:
-        units, slots = part.split(np.asarray(x)), buffer_slots(part.family, flat.degrees)
-        local_shape = (*units.shape[: part.dim], slots, *units.shape[part.dim + 1 :])
-        values = []
-        for held in holdings(part.family, flat.degrees).ranks:
+        units, held = part.split(np.asarray(x)), holdings(part.family, flat.degrees).ranks
+        local_shape = (*units.shape[: part.dim], flat.slots(part.family), *units.shape[part.dim + 1 :])
+
+        def value_at(position: int) -> np.ndarray:
             value = np.zeros(local_shape, units.dtype)
-            at_slots = (slice(None),) * part.dim + (slice(len(held)),)
-            value[at_slots] = np.take(units, held, axis=part.dim)
-            values.append(part.join(value))
-        return flat.place(values)
+            at_slots = (slice(None),) * part.dim + (slice(len(held[position])),)
+            value[at_slots] = np.take(units, held[position], axis=part.dim)
+            return part.join(value)
+
+        return flat.place(value_at)
 
     return jax.tree.map(pack_leaf, params, partitions)
 
@@ -57,7 +58,7 @@ def unpack(packed: PyTree, partitions: PyTree, flat: FlatMesh, positions: Sequen
     positions = flat.tp_groups[0] if positions is None else positions
 
     def unpack_leaf(array: jax.Array, part: Partition) -> np.ndarray:
-        sources = _unit_sources(part.family, flat, positions)
+        sources = unit_sources(part.family, flat, positions)
         shards = flat.shards(array)
         at_units = (slice(None),) * part.dim
         logical = None
@@ -74,7 +75,7 @@ def unpack(packed: PyTree, partitions: PyTree, flat: FlatMesh, positions: Sequen
     return jax.tree.map(unpack_leaf, packed, partitions)
 
 
-def _unit_sources(family: Family, flat: FlatMesh, positions: Sequence[int]) -> dict[int, dict[int, int]]:
+def unit_sources(family: Family, flat: FlatMesh, positions: Sequence[int]) -> dict[int, dict[int, int]]:
     """For each position that is to be read, the units to take from it and their slots."""
     held, wanted = holdings(family, flat.degrees).ranks, set(range(family.num_units))
     sources: dict[int, dict[int, int]] = {}
@@ -92,12 +93,28 @@ def narrow(local: PyTree, partitions: PyTree, degree: int) -> PyTree:
     """One device's parameters cut to the slots that a replica of `degree` ranks fills: no padding is computed with."""
 
     def cut(x: jax.Array, part: Partition) -> jax.Array:
-        if part.family == REPLICATED:
-            return x
-        size = part.family.compute_layout(degree).slots * part.unit_size
-        return jax.lax.slice_in_dim(x, 0, size, axis=part.dim)
+        size = _size(part, degree)
+        return x if part.family == REPLICATED or x.shape[part.dim] == size else x[_up_to(part.dim, size)]
 
     return jax.tree.map(cut, local, partitions)
+
+
+def widen(local: PyTree, like: PyTree, partitions: PyTree) -> PyTree:
+    """The inverse of `narrow`: zeros after the slots, up to the shapes of `like`."""
+
+    def pad(x: jax.Array, wide: jax.Array, part: Partition) -> jax.Array:
+        missing = 0 if part.family == REPLICATED else wide.shape[part.dim] - x.shape[part.dim]
+        return jnp.pad(x, [(0, missing if dim == part.dim else 0) for dim in range(x.ndim)]) if missing else x
+
+    return jax.tree.map(pad, local, like, partitions)
+
+
+def _size(part: Partition, degree: int) -> int:
+    return part.family.compute_layout(degree).slots * part.unit_size
+
+
+def _up_to(dim: int, size: int) -> tuple[slice, ...]:
+    return (*(slice(None),) * dim, slice(size))
 
 
 def unit_id_table(family: Family, degree: int, slots: int) -> np.ndarray:

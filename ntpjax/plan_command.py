@@ -1,21 +1,16 @@
-"""`python -m ntpjax plan`: what each TP degree means for a configuration, with no device touched.
-
-What model a configuration means is known to the training program only, a Python file with a function
-`blueprint(path, overrides) -> ntpjax.forecast.Blueprint`. By default it is `train.py` in the current folder.
-"""
+"""`python -m ntpjax plan`: what each TP degree means for a configuration, with no device touched."""
 
 import argparse
 import json
-import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from ntpjax.describe import format_bytes
-from ntpjax.forecast import Blueprint, DegreeForecast, Traffic, forecast
+from ntpjax.forecast import DegreeForecast, Traffic, forecast
+from ntpjax.program import add_program_arguments, load_blueprint
 
 
 def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -26,17 +21,14 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         description="Prints, for each TP degree from the nominal one down: units a rank, padding, work of the fullest "
         "rank over the ideal, state a device, bytes moved on a loss, and bytes a step, beside the least possible.",
     )
-    parser.add_argument("--config", type=Path, required=True, help="YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
+    add_program_arguments(parser)
     parser.add_argument("--lost", type=int, default=None, metavar="k", help="only degrees down to nominal - k")
-    parser.add_argument("--program", type=Path, default=Path("train.py"), help="file with the function `blueprint`")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=plan)
 
 
 def plan(args: argparse.Namespace) -> None:
     """Prints the forecasts. Raises ValueError for what cannot be used."""
-    blueprint = _blueprint(args.program, args.config, args.set)
+    blueprint = load_blueprint(args.program, args.config, args.set)
     rows = forecast(blueprint)
     if args.lost is not None:
         if not 0 <= args.lost < len(rows):
@@ -52,15 +44,6 @@ def plan(args: argparse.Namespace) -> None:
     console.print(f"{blueprint.num_parameters:,} parameters, nominal TP {max(blueprint.degrees)}")
     for table in (_balance_table(rows), _traffic_table(rows)):
         console.print(table)
-
-
-def _blueprint(program: Path, config: Path, overrides: Sequence[str]) -> Blueprint:
-    if not program.is_file():
-        raise ValueError(f"--program {program} is not a file; run in the folder of your train.py, or name it")
-    names = runpy.run_path(str(program))
-    if "blueprint" not in names:
-        raise ValueError(f"--program {program} has no function `blueprint(path, overrides)`; train.py has one")
-    return names["blueprint"](config, overrides)
 
 
 def _balance_table(rows: Sequence[DegreeForecast]) -> Table:

@@ -5,6 +5,7 @@ with the same global batch. When some unit has no live holder, the newest checkp
 replica is too small to go on with, the state is saved and training stops.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,7 +123,9 @@ def _timed(phases_s: dict[str, float], name: str) -> Iterator[None]:
 def _newest_checkpoint(
     job: Job, topology: Topology, changes: list[str], error: NoHolderError, services: Services
 ) -> TrainState:
-    newest = services.checkpoints.latest_step()
+    # What the leader sees: to others its newest checkpoint may appear later.
+    leader = job.training.on(topology).flat.leader
+    newest = json.loads(services.processes.told_by(leader, json.dumps(services.checkpoints.latest_step())))
     if newest is None:
         raise TrainingStoppedError(
             f"{'; '.join(changes)}: {error}, and there is no checkpoint yet; set checkpoint.every, and start again",

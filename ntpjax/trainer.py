@@ -5,21 +5,24 @@ applied: the state is laid out on the devices that are left, and the same global
 back join between two steps. No committed step is lost as long as every unit has a live holder.
 """
 
+import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from ntpjax.backward import StepSums
 from ntpjax.checkpoint import CheckpointError
 from ntpjax.data import batch_at
 from ntpjax.exit_codes import ExitCode
 from ntpjax.job import Job, Running, Services, TrainState, report_saved, rows_of, save, save_and_wait, start_running
 from ntpjax.mesh import FlatMesh
+from ntpjax.processes import Processes
 from ntpjax.records import Evaluated, RunEnded, RunStarted, StepDone
 from ntpjax.recovery import DevicesLostError, TrainingStoppedError, recover, take_back
-from ntpjax.step import StepSums
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def _advance(
     services.emit(done)
     services.hook.between_steps(state.step, state.topology, step_times_s)
     if _due(job.eval_every, state.step, job.num_steps):
-        services.emit(_evaluate(job, state, running))
+        services.emit(_evaluate(job, state, running, services))
     report_saved(services, services.checkpoints.saved())
     if job.checkpoint_every and state.step % job.checkpoint_every == 0:
         save(job, state, services)
@@ -108,8 +111,12 @@ def _train_step(
     """Local gradients and their sums, commit, update."""
     started = time.monotonic()
     programs, batch = running.programs, next(running.stream)
-    grads, sums = programs.grad_step(state.arrays["params"], programs.batch(rows_of(batch)))
-    step_times_s = _wait(programs.flat, sums, started)
+    grads = on_devices = None
+    step_times_s: dict[int, float] = {}
+    if programs.flat.own_positions:
+        grads, on_devices = programs.grad_step(state.arrays["params"], programs.batch(rows_of(batch), running.rows))
+        step_times_s = _wait(programs.flat, on_devices, started)
+    sums = StepSums(*_everywhere(programs.flat, services.processes, on_devices))
     lost = services.failures.lost(state.step + 1)
     if lost:
         raise DevicesLostError(lost)
@@ -120,8 +127,10 @@ def _train_step(
             "lower optimizer.learning_rate, or look at the text of that batch",
             ExitCode.BAD_NUMBERS,
         )
-    params, opt_state = programs.apply_step(state.arrays["params"], state.arrays["opt_state"], grads, sums)
-    arrays = {"params": params, "opt_state": opt_state}
+    arrays = state.arrays
+    if programs.flat.own_positions:
+        params, opt_state = programs.apply_step(arrays["params"], arrays["opt_state"], grads, on_devices)
+        arrays = {"params": params, "opt_state": opt_state}
     done = StepDone(
         step=state.step + 1,
         loss=sums.mean_loss(),
@@ -142,13 +151,25 @@ def _wait(flat: FlatMesh, sums: StepSums, started: float) -> dict[int, float]:
     shards = {shard.device: shard.data for shard in sums.loss.addressable_shards}
     step_times_s = {}
     for replica, group in zip(flat.topology.order, flat.tp_groups, strict=True):
-        jax.block_until_ready(shards[flat.mesh.devices[group[0]]])
-        step_times_s[replica] = time.monotonic() - started
+        if group[0] in flat.own_positions:
+            jax.block_until_ready(shards[flat.mesh.devices[group[0]]])
+            step_times_s[replica] = time.monotonic() - started
     jax.block_until_ready(sums)
     return step_times_s
 
 
-def _evaluate(job: Job, state: TrainState, running: Running) -> Evaluated:
+def _everywhere(flat: FlatMesh, processes: Processes, values: Sequence[jax.Array] | None) -> list[np.ndarray]:
+    """Numbers that are the same on all devices. A process without live devices (None) is told them by the leader."""
+    told = None if values is None else [np.asarray(value) for value in values]
+    if len(flat.processes) < processes.count:
+        text = json.dumps(None if told is None else [float(value) for value in told])
+        numbers = json.loads(processes.told_by(flat.leader, text))
+        return [np.asarray(number) for number in numbers] if told is None else told
+    assert told is not None
+    return told
+
+
+def _evaluate(job: Job, state: TrainState, running: Running, services: Services) -> Evaluated:
     """Mean loss over the first `eval_samples` held-out samples of their fixed order."""
     started = time.monotonic()
     num_samples, chunk = min(job.eval_samples, job.held_out.num_samples), sum(running.rows)
@@ -158,9 +179,12 @@ def _evaluate(job: Job, state: TrainState, running: Running) -> Evaluated:
         # The last chunk may be too long: what is beyond counts nothing.
         counted = np.zeros_like(batch.weights)
         counted.ravel()[np.flatnonzero(batch.weights)[: num_samples - start]] = 1
-        rows = running.programs.batch(rows_of(replace(batch, weights=counted)))
-        sums = running.programs.eval_step(state.arrays["params"], rows)
-        loss, weight = loss + float(sums[0]), weight + float(sums[1])
+        programs, sums = running.programs, None
+        if programs.flat.own_positions:
+            rows = programs.batch(rows_of(replace(batch, weights=counted)), running.rows)
+            sums = programs.eval_step(state.arrays["params"], rows)
+        loss_sum, weight_sum = _everywhere(programs.flat, services.processes, sums)
+        loss, weight = loss + float(loss_sum), weight + float(weight_sum)
     return Evaluated(state.step, loss / weight, int(weight), time.monotonic() - started)
 
 

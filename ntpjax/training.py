@@ -11,23 +11,29 @@
 `ntpjax.trainer` is built on the same two, with data, checkpoints and failures around them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
+from ntpjax.backward import DEFAULTS, Model, StepOptions, StepSums
+from ntpjax.layout import REPLICATED
 from ntpjax.mesh import Device, FlatMesh, flat_mesh
-from ntpjax.move import Moved, move_state
+from ntpjax.move import Moved, collect, move_state
 from ntpjax.optimizer import require_elementwise, state_partitions
 from ntpjax.packing import pack, unpack
 from ntpjax.partition import Partition, path_name
-from ntpjax.step import Model, StepSums, make_apply_step, make_eval_step, make_grad_step, make_init, make_optimizer_init
+from ntpjax.replicas import sums_over_replicas
+from ntpjax.step import make_apply_step, make_eval_step, make_grad_step, make_init, make_optimizer_init
 from ntpjax.topology import Topology
 
 PyTree = Any
+Init = Callable[[jax.Array, Mapping[str, jax.Array]], PyTree]
 State = dict[str, PyTree]
 """`params` and `opt_state`: arrays [num_devices, ...] on a flat mesh, or logical ones."""
 
@@ -37,10 +43,11 @@ class Training:
     """A model and how it is trained: what does not depend on which devices there are.
 
     Attributes:
-      model: see `ntpjax.step.Model`.
+      model: see `ntpjax.backward.Model`.
       optimizer: an elementwise one.
       partitions: how `params` and `opt_state` are cut.
       shapes: their logical shapes and types.
+      options: how a step computes.
       clip_norm: the gradient of the mean loss is clipped to this global norm; None for no clipping.
       devices: all devices; the numbers in a topology count them.
     """
@@ -49,6 +56,7 @@ class Training:
     optimizer: optax.GradientTransformation
     partitions: State
     shapes: State
+    options: StepOptions
     clip_norm: float | None
     devices: tuple[Device, ...]
 
@@ -60,10 +68,14 @@ class Training:
         partitions: PyTree,
         optimizer: optax.GradientTransformation,
         *,
+        options: StepOptions = DEFAULTS,
         clip_norm: float | None = None,
         devices: Sequence[Device] | None = None,
     ) -> "Training":
         """The training of a model with parameters like `params` (arrays or shapes), cut as `partitions` say.
+
+        Args:
+          devices: by default all that JAX finds.
 
         Raises:
           ValueError: if the optimizer may not run on shards, or the parameters are not `ends` and stacked `layers`.
@@ -76,19 +88,24 @@ class Training:
             optimizer=optimizer,
             partitions={"params": partitions, "opt_state": state_partitions(optimizer, params, partitions)},
             shapes={"params": shapes, "opt_state": jax.eval_shape(optimizer.init, shapes)},
+            options=options,
             clip_norm=clip_norm,
             devices=tuple(jax.devices() if devices is None else devices),
         )
 
-    def on(self, topology: Topology) -> "Generation":
-        """The programs for a topology; they are compiled when they are first used."""
-        flat, partitions = flat_mesh(topology, self.devices), self.partitions["params"]
+    def on(self, topology: Topology, own_degree: int | None = None) -> "Generation":
+        """The programs for a topology; they are compiled when they are first used.
+
+        Args:
+          own_degree: to compile what a process runs whose devices have this TP degree (see `flat_mesh`).
+        """
+        flat, partitions = flat_mesh(topology, self.devices, own_degree), self.partitions["params"]
         return Generation(
             training=self,
             flat=flat,
-            grad_step=make_grad_step(self.model, flat, partitions),
+            grad_step=make_grad_step(self.model, flat, partitions, self.options),
             apply_step=make_apply_step(self.optimizer, flat, self.clip_norm),
-            eval_step=make_eval_step(self.model, flat, partitions),
+            eval_step=make_eval_step(self.model, flat, partitions, self.options),
         )
 
 
@@ -101,6 +118,7 @@ class Generation:
       apply_step: (params, opt_state, grads, sums) to the next parameters and optimizer state; local, donates the first
         two.
       eval_step: (params, batch) to the sum of the losses and of the weights.
+      sums: what the compiled `grad_step` sums over replicas, in order; the same in the programs of all processes.
     """
 
     training: Training
@@ -108,31 +126,50 @@ class Generation:
     grad_step: Any
     apply_step: Any
     eval_step: Any
+    sums: tuple[str, ...] | None = None
 
     @property
     def topology(self) -> Topology:
         return self.flat.topology
 
+    @property
+    def is_leader(self) -> bool:
+        return self.flat.leader == jax.process_index()
+
     def start(self, params: PyTree) -> State:
         """The first state, from logical parameters."""
         return self._with_moments(pack(params, self.training.partitions["params"], self.flat))
 
-    def draw(self, key: jax.Array) -> State:
-        """The first state, from the model's own `init(key, units)`: each device draws only what it holds."""
-        init: Any = getattr(self.training.model, "init")  # noqa: B009 - a model that is never drawn needs none
-        return self._with_moments(make_init(init, self.flat, self.training.partitions["params"])(key))
+    def draw(self, init: Init, key: jax.Array) -> State:
+        """The first state, from the model's `init(key, units)`: each device draws only what it holds.
+
+        Args:
+          init: (key, unit ids for each family: [slots] int32, -1 for padding) to a rank's shard of the parameters.
+        """
+        program, data = make_init(init, self.flat, self.training.partitions["params"]), jax.random.key_data(key)
+        data, impl = np.asarray(data), jax.random.key_impl(key)
+        # Inside the program, because an argument would be sent to the devices of other processes.
+        return self._with_moments(jax.jit(lambda: program(jax.random.wrap_key_data(jnp.asarray(data), impl=impl)))())
 
     def place(self, logical: State) -> State:
         """A state from logical arrays, such as those of a checkpoint."""
         return pack(logical, self.training.partitions, self.flat)
 
-    def gather(self, state: State, positions: Sequence[int] | None = None) -> State:
+    def gather(self, state: State, positions: Sequence[int] | None = None) -> State | None:
         """The state's logical arrays on the host, read from the devices at `positions` (by default one whole replica).
+
+        All processes make this call; the leader gets the arrays, the others None.
 
         Raises:
           NoHolderError: if these devices do not hold every unit.
         """
-        return unpack(state, self.training.partitions, self.flat, positions)
+        if len(self.flat.processes) == 1 and self.flat.own_positions:
+            return unpack(state, self.training.partitions, self.flat, positions)
+        if not self.flat.own_positions:
+            return None
+        positions, keep = self.flat.tp_groups[0] if positions is None else positions, self.is_leader
+        logical = collect(state, self.training.partitions, self.flat, positions, keep=keep)
+        return logical if keep else None
 
     def take(self, state: State, old: "Generation") -> tuple[State, Moved]:
         """A state of another generation on these devices; buffers of devices that are gone are not read.
@@ -142,8 +179,12 @@ class Generation:
         """
         return move_state(state, self.training.partitions, old.flat, self.flat)
 
-    def batch(self, rows: PyTree) -> PyTree:
+    def batch(self, rows: PyTree, num_rows: Sequence[int] | None = None) -> PyTree:
         """Rows of each replica, arrays [num_replicas, rows, ...] by replica id, on the devices of the replicas.
+
+        Args:
+          num_rows: how many rows of each replica count; the others are padding, and no device gets more of that than it
+            must. By default all rows count.
 
         Raises:
           ValueError: if an array is not of as many replicas as the topology has.
@@ -156,9 +197,24 @@ class Generation:
                     f"an array of the batch has shape {np.shape(array)}, but its dimension 0 must be the "
                     f"{num_replicas} replicas; see `deal_rows`."
                 )
-            return self.flat.place([array[replica] for replica in self.flat.replica_of])
+            size = self.own_rows(num_rows or (np.shape(array)[1],) * num_replicas)
+
+            def rows_at(position: int) -> np.ndarray:
+                own = array[self.flat.replica_of[position]][:size]
+                return np.pad(own, [(0, size - len(own)), *[(0, 0)] * (own.ndim - 1)])
+
+            return self.flat.place(rows_at)
 
         return jax.tree.map(place, rows)
+
+    def own_rows(self, num_rows: Sequence[int]) -> int:
+        """Rows of this process's batch, from those of each replica: the most that one of its replicas has.
+
+        At least one, and a multiple of the number of microbatches: a replica without rows takes part in the sums too.
+        """
+        parts = self.training.options.num_microbatches
+        most = max([num_rows[self.flat.replica_of[position]] for position in self.flat.own_positions], default=0)
+        return max(-(-most // parts), 1) * parts
 
     def step(self, state: State, rows: PyTree) -> tuple[State, StepSums]:
         """One step on a batch given as rows of each replica; the sums are ready when the step is committed."""
@@ -167,12 +223,36 @@ class Generation:
         params, opt_state = self.apply_step(state["params"], state["opt_state"], grads, sums)
         return {"params": params, "opt_state": opt_state}, sums
 
-    def compiled(self, state: State, rows: PyTree) -> "Generation":
-        """The same with `grad_step` and `apply_step` compiled now, for arrays like these."""
-        grad_step = self.grad_step.lower(state["params"], self.batch(rows)).compile()
-        # Gradients have the shapes and shardings of their parameters.
-        operands = (state["params"], state["opt_state"], state["params"], grad_step.out_info[1])
-        return replace(self, grad_step=grad_step, apply_step=self.apply_step.lower(*operands).compile())
+    def traced(self, row: PyTree, num_rows: Sequence[int]) -> tuple[jax.stages.Traced, jax.stages.Traced]:
+        """`grad_step` and `apply_step` traced, to be compiled: no array is needed.
+
+        Args:
+          row: shapes and types of one row of a batch.
+          num_rows: rows of each replica.
+        """
+        state = jax.tree.map(self._resting, self.training.shapes, self.training.partitions)
+        size, sharding, shape = self.own_rows(num_rows), self.flat.sharding, jax.ShapeDtypeStruct
+        batch = jax.tree.map(lambda x: shape((self.flat.num_devices, size, *x.shape), x.dtype, sharding=sharding), row)
+        grad_step = self.grad_step.trace(state["params"], batch)
+        grads, sums = grad_step.out_info
+        grads = jax.tree.map(lambda x: shape(x.shape, x.dtype, sharding=sharding), grads)
+        whole = NamedSharding(self.flat.mesh, PartitionSpec())
+        sums = jax.tree.map(lambda x: shape(x.shape, x.dtype, sharding=whole), sums)
+        return grad_step, self.apply_step.trace(state["params"], state["opt_state"], grads, sums)
+
+    def compiled(self, row: PyTree, num_rows: Sequence[int]) -> "Generation":
+        """The same with `grad_step` and `apply_step` compiled now; arguments as those of `traced`."""
+        grad_step, apply_step = (traced.lower().compile() for traced in self.traced(row, num_rows))
+        return replace(
+            self, grad_step=grad_step, apply_step=apply_step, sums=sums_over_replicas(grad_step.as_text() or "")
+        )
+
+    def _resting(self, leaf: jax.ShapeDtypeStruct, part: Partition) -> jax.ShapeDtypeStruct:
+        """How an array of the state lies on the flat mesh, from its logical shape."""
+        shape = list(leaf.shape)
+        if part.family != REPLICATED:
+            shape[part.dim] = self.flat.slots(part.family) * part.unit_size
+        return jax.ShapeDtypeStruct((self.flat.num_devices, *shape), leaf.dtype, sharding=self.flat.sharding)
 
     def _with_moments(self, params: PyTree) -> State:
         return {"params": params, "opt_state": make_optimizer_init(self.training.optimizer, self.flat)(params)}

@@ -83,7 +83,7 @@ def one_bit_off(state: TrainState) -> TrainState:
     values = np.array(norm["scale"])
     position = flat.tp_groups[-1][0]
     values[position, 0] = np.nextafter(values[position, 0], 2)
-    norm["scale"] = flat.place(list(values))
+    norm["scale"] = flat.place(list(values).__getitem__)
     return state
 
 

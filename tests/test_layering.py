@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 LAYERS = {
-    0: "layout plan topology policy schedule records exit_codes ledger",
-    1: "mesh partition packing collectives power health membership checkpoint text bpe data metrics simulator",
-    2: "step optimizer move training forecast boost job recovery trainer",
-    3: "config sections describe display report plan_command cli __main__",
+    0: "layout plan topology policy schedule records exit_codes ledger hlo hlo_text",
+    1: "mesh partition packing collectives power health membership processes checkpoint text bpe data metrics simulator"
+    " targets",
+    2: "replicas backward step optimizer move training forecast boost job recovery trainer",
+    3: "config sections describe display report program plan_command aot_command cli launch __main__",
     4: "__init__",  # gathers the public names of all the others
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}

@@ -85,7 +85,7 @@ def test_the_mesh_is_made_of_the_topologys_devices_in_canonical_order():
 def test_each_device_really_has_one_part_and_it_is_its_own(degrees: tuple[int, ...]):
     flat = mesh_of(degrees)
     values = [np.full((3, 2), position, np.float32) for position in range(flat.num_devices)]
-    array = flat.place(values)
+    array = flat.place(values.__getitem__)
     assert array.shape == (flat.num_devices, 3, 2)
     assert array.sharding == flat.sharding
     assert len(array.addressable_shards) == flat.num_devices
@@ -108,7 +108,7 @@ def test_assembling_an_array_copies_nothing():
 def test_an_array_goes_over_to_a_mesh_of_the_same_devices_in_another_order():
     topology = Topology.of_degrees((2, 2))
     ahead, behind = flat_mesh(topology, jax.devices()[:4]), flat_mesh(topology, jax.devices()[3::-1])
-    array = jax.device_put(ahead.place([np.full(2, position) for position in range(4)]), behind.sharding)
+    array = jax.device_put(ahead.place(lambda position: np.full(2, position)), behind.sharding)
     on_device = {shard.device: shard.data for shard in array.addressable_shards}
     assert [int(on_device[device][0, 0]) for device in jax.devices()[:4]] == [3, 2, 1, 0]
 

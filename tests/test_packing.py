@@ -155,7 +155,7 @@ def test_unpack_reads_only_the_given_positions():
     assert set(held[0]) <= set(held[4])
     readable = (1, 4, 3, 2)
     rubbish = np.full_like(values[0], 1e30)
-    array = flat.place([value if p in readable else rubbish for p, value in enumerate(values)])
+    array = flat.place([value if p in readable else rubbish for p, value in enumerate(values)].__getitem__)
     assert unpack(array, part, flat, readable).tobytes() == logical.tobytes()
 
 

@@ -439,7 +439,7 @@ def test_a_weight_that_is_not_finite_in_one_replica_stops_all_before_the_step(tm
         norm = state.arrays["params"]["ends"]["final_norm"]
         values = np.array(norm["scale"])
         values[3] = np.nan  # rank 1 of replica 1
-        norm["scale"] = state.generation.flat.place(list(values))
+        norm["scale"] = state.generation.flat.place(list(values).__getitem__)
         services = Services(Schedule([]), Quiet(), checkpoints, recorder.emit)
         trained = trainer.train(job, state, services)
     assert (trained.ended.step, trained.ended.exit_code, recorder.losses) == (0, 5, [])
