@@ -37,7 +37,7 @@ from ntpjax.metrics import MetricsFile
 from ntpjax.optimizer import adamw, warmup_cosine
 from ntpjax.partition import partition_tree
 from ntpjax.policy import split_batch
-from ntpjax.processes import Place, Processes, ProcessesDifferError
+from ntpjax.processes import Place, Processes, ProcessesDifferError, exit_with
 from ntpjax.records import Note, Record, Sink
 from ntpjax.schedule import Event, Loss, Return, Schedule, schedule_problems, topology_after
 from ntpjax.sections import (
@@ -394,4 +394,4 @@ def _require_same_run(saved: dict[str, Any], here: dict[str, Any], path: Path) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

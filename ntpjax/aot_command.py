@@ -112,7 +112,8 @@ def _trace_grad_step(
     topology = Topology.of_degrees(degrees, nominal_tp=max(blueprint.degrees))
     training = replace(blueprint.training, devices=tuple(devices))
     generation = training.on(topology, own_degree=own_degree)
-    return generation.trace_grad_step(blueprint.row, blueprint.num_rows(degrees))
+    grad_step, _ = generation.traced(blueprint.row, blueprint.num_rows(degrees))
+    return grad_step
 
 
 def _report(traced: jax.stages.Traced, degree: int) -> StepReport:

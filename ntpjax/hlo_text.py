@@ -137,12 +137,15 @@ def ints(text: str) -> tuple[int, ...]:
 def scope_of(op_name: str) -> str:
     """Returns the named scopes in an operation's name: without the operation, and without what JAX puts in itself.
 
-    A scope that is called like one of those, "body" say, is not found.
+    A scope that is called like one of those, "body" say, is not found. If several operations were combined, their names
+    are joined by ":", and these are the scopes of the first.
 
     >>> scope_of("jit(step)/shard_map/transpose(jvp(layers))/while/body/closed_call/pre_sync/psum")
     'layers/pre_sync'
+    >>> scope_of("jit(step)/while/body/(pre_sync/psum:post_sync/psum)")
+    'pre_sync'
     """
-    path = re.sub(r"\bp?jit\([^()]*\)", "", op_name).rpartition("/")[0]
+    path = re.sub(r"\bp?jit\([^()]*\)", "", op_name.partition(":")[0]).rpartition("/")[0]
     return "/".join(part for part in re.split(r"[/()]+", path) if not _NOT_SCOPES.fullmatch(part))
 
 

@@ -8,7 +8,7 @@ are never read.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -107,7 +107,10 @@ class _FamilyPlan:
     def of(cls, family: Family, old: FlatMesh, new: FlatMesh) -> "_FamilyPlan":
         change = plan_change(family, old.topology, new.topology)
         old_slots, new_slots = old.slots(family), new.slots(family)
-        tables = exchange_tables(exchange_of_moves(change.have, change.want, change.moves), old_slots, new_slots)
+        exchange = exchange_of_moves(change.have, change.want, change.moves)
+        # Devices of other processes have other slots.
+        take = tuple(taken if p in new.own_positions else () for p, taken in enumerate(exchange.take))
+        tables = exchange_tables(replace(exchange, take=take), old_slots, new_slots)
         pairs = zip(change.have.ranks, change.want.ranks, strict=True)
         keeps = tuple(have == want and old_slots == new_slots for have, want in pairs)
         return cls(change.moves, tables, old_slots, new_slots, keeps)

@@ -6,9 +6,11 @@ process is told where to join by environment variables, which `python -m ntpjax.
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import jax
 from jax._src import distributed  # the only way to the key-value store of the coordination service
@@ -56,12 +58,27 @@ class Place:
         """Joins the job. Call it before JAX looks for devices."""
         if self.count == 1:
             return Processes(None, self)
-        if jax.config.read("jax_platforms") == "cpu":
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        else:
-            os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_OWN_PROGRAMS_ON_GPU])
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_OWN_PROGRAMS_ON_GPU])
         jax.distributed.initialize(self.coordinator, self.count, self.index)
         return Processes(distributed.global_state.client, self)
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """Runs `main` and ends this process with the exit code that it returns, or 1 for an error.
+
+    A process of several that ends in the usual way waits for the others; after a failure they may wait for it.
+    """
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code and distributed.global_state.client is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 @final

@@ -112,10 +112,10 @@ def _train_step(
     started = time.monotonic()
     programs, batch = running.programs, next(running.stream)
     grads = on_devices = None
-    step_times_s: dict[int, float] = {}
+    step_times_s = dict.fromkeys(programs.topology.order, 0.0)
     if programs.flat.own_positions:
         grads, on_devices = programs.grad_step(state.arrays["params"], programs.batch(rows_of(batch), running.rows))
-        step_times_s = _wait(programs.flat, on_devices, started)
+        step_times_s = _wait(programs.flat, on_devices.loss, started)
     sums = StepSums(*_everywhere(programs.flat, services.processes, on_devices))
     lost = services.failures.lost(state.step + 1)
     if lost:
@@ -146,16 +146,19 @@ def _train_step(
     return TrainState(state.step + 1, batch.samples_seen_after, arrays, state.generation), done, step_times_s
 
 
-def _wait(flat: FlatMesh, sums: StepSums, started: float) -> dict[int, float]:
-    """Waits until the sums are on every device: the commit. Returns for each replica how long its rank 0 took, in s."""
-    shards = {shard.device: shard.data for shard in sums.loss.addressable_shards}
+def _wait(flat: FlatMesh, loss: jax.Array, started: float) -> dict[int, float]:
+    """Waits until the sums are on every device: the commit. Returns for each replica how long its rank 0 took, in s.
+
+    A replica of another process took as long as the sums did, which it is a part of.
+    """
+    shards = {shard.device: shard.data for shard in loss.addressable_shards}
     step_times_s = {}
     for replica, group in zip(flat.topology.order, flat.tp_groups, strict=True):
         if group[0] in flat.own_positions:
             jax.block_until_ready(shards[flat.mesh.devices[group[0]]])
             step_times_s[replica] = time.monotonic() - started
-    jax.block_until_ready(sums)
-    return step_times_s
+    jax.block_until_ready(loss)
+    return dict.fromkeys(flat.topology.order, time.monotonic() - started) | step_times_s
 
 
 def _everywhere(flat: FlatMesh, processes: Processes, values: Sequence[jax.Array] | None) -> list[np.ndarray]:
