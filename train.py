@@ -4,12 +4,13 @@ The only place where the configuration, `models/` and `ntpjax` meet.
 """
 
 import argparse
+import functools
 import json
 import logging
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ntpjax.display import make_display
 from ntpjax.exit_codes import ExitCode
 from ntpjax.forecast import Blueprint, work_shares
 from ntpjax.job import Job, Services, fresh_state, restored_state, row_shapes
-from ntpjax.mesh import emulate_cpu_devices
+from ntpjax.mesh import Device, emulate_cpu_devices
 from ntpjax.metrics import MetricsFile
 from ntpjax.optimizer import adamw, warmup_cosine
 from ntpjax.partition import partition_tree
@@ -48,6 +49,7 @@ from ntpjax.sections import (
     OptimizerConfig,
     RunConfig,
     ScheduleConfig,
+    StepConfig,
     TopologyConfig,
 )
 from ntpjax.text import ByteTokenizer, Source, Tokenizer, tokenize
@@ -65,6 +67,7 @@ class Config(Section):
     data: DataConfig
     batch: BatchConfig
     optimizer: OptimizerConfig
+    step: StepConfig = StepConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -308,15 +311,31 @@ def make_recipe(config: Config) -> Recipe:
 def blueprint(path: Path, overrides: Sequence[str] = ()) -> Blueprint:
     """What `python -m ntpjax plan` asks of a training program. Touches no device. Raises ConfigError."""
     config = load(Config, path, overrides)
-    recipe, topology = make_recipe(config), config.topology
-    return Blueprint.of(recipe.params, recipe.partitions, recipe.optimizer, topology.degrees, topology.tp_min)
+    recipe, topology, batch = make_recipe(config), config.topology, config.batch
+    return replace(
+        Blueprint.of(recipe.params, recipe.partitions, recipe.optimizer, topology.degrees, topology.tp_min),
+        training_on=functools.partial(make_training, config, recipe),
+        row=row_shapes(config.data.seq_len),
+        num_rows=lambda degrees: split_batch(batch.policy, batch.size, degrees, topology.nominal_tp),
+    )
+
+
+def make_training(config: Config, recipe: Recipe, devices: Sequence[Device]) -> Training:
+    return Training.of(
+        recipe.model,
+        recipe.params,
+        recipe.partitions,
+        recipe.optimizer,
+        options=config.step.options,
+        clip_norm=config.optimizer.clip_norm,
+        devices=devices,
+    )
 
 
 def make_job(config: Config, tokens: Tokens) -> Job:
     recipe = make_recipe(config)
-    clip_norm = config.optimizer.clip_norm
     return Job(
-        training=Training.of(recipe.model, recipe.params, recipe.partitions, recipe.optimizer, clip_norm=clip_norm),
+        training=make_training(config, recipe, jax.devices()),
         init=recipe.model.init,
         row=row_shapes(config.data.seq_len),
         schedule=recipe.schedule,

@@ -20,9 +20,9 @@ keys, F local FFN columns, V local vocabulary rows, U local units.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, TypedDict
+from typing import Annotated, Literal, NamedTuple, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,6 @@ from flax import nnx
 from jax.extend.backend import get_backend
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-PyTree = Any
 Count = Annotated[int, Field(ge=1)]
 AttentionKind = Literal["auto", "xla", "cudnn"]
 
@@ -94,13 +93,13 @@ class TransformerConfig(BaseModel):
     )
     attention: AttentionKind = Field(
         default="auto",
-        description="xla: attention matrices in memory; cudnn: its fused kernel, 16-bit types on CUDA only; auto: cudnn "
-        "if JAX's default backend is CUDA and the type and head_dim go with it (a multiple of 8, at most 128), else xla",
+        description="xla: attention matrices in memory; cudnn: its fused kernel, 16-bit types on CUDA only; auto: "
+        "cudnn if JAX's default backend is CUDA and it takes the type and head_dim (a multiple of 8, at most 128), "
+        "else xla. float64 has a way of its own",
     )
     loss_chunk: Count | None = Field(
         default=2048,
-        description="most tokens whose logits exist at a time; the backward pass computes them again. null: those of "
-        "all tokens, computed once",
+        description="most tokens whose logits exist at a time; the backward pass computes them again. null: all tokens",
     )
 
     @model_validator(mode="after")
@@ -184,10 +183,17 @@ class RMSNorm(nnx.Module):
         self.eps = config.norm_eps
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        wide = x_BSD.astype(_at_least_float32(x_BSD.dtype))
-        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        # The scale's gradient is a sum over all tokens: it must not be one of 16-bit numbers.
-        return (wide * inverse * self.scale[...].astype(wide.dtype)).astype(x_BSD.dtype)
+        return _rms_norm(x_BSD, self.scale[...], self.eps)
+
+
+@functools.partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
+def _rms_norm(x_BSD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """Computed again in the backward pass, which would otherwise keep `x_BSD` in the wider type."""
+    wide = _at_least_float32(x_BSD.dtype)
+    wide_BSD = x_BSD.astype(wide)
+    inverse_BS1 = jax.lax.rsqrt(jnp.mean(wide_BSD * wide_BSD, axis=-1, keepdims=True) + eps)
+    # The scale's gradient is a sum over all tokens: it must not be one of 16-bit numbers.
+    return (wide_BSD * inverse_BS1 * scale_D.astype(wide)).astype(x_BSD.dtype)
 
 
 class Attention(nnx.Module):
@@ -243,7 +249,7 @@ def _cudnn_takes(q_BSNH: jax.Array) -> bool:
 
 def _attend_in_float64(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
     """`jax.nn.dot_product_attention`, which does the softmax of float64 in float32, without that loss."""
-    rows, length, num_heads, head_dim = q_BSNH.shape
+    rows, length, _, head_dim = q_BSNH.shape
     q_BSKGH = q_BSNH.reshape(rows, length, k_BSKH.shape[2], -1, head_dim)
     score_BKGSL = jnp.einsum("bskgh,blkh->bkgsl", q_BSKGH, k_BSKH) * head_dim**-0.5
     causal_SL = jnp.tril(jnp.ones((length, length), bool))
@@ -262,7 +268,14 @@ class FeedForward(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         gate_BSF = jnp.einsum("bsd,fd->bsf", x_BSD, self.gate[...])
         up_BSF = jnp.einsum("bsd,fd->bsf", x_BSD, self.up[...])
-        return jnp.einsum("bsf,fd->bsd", jax.nn.silu(gate_BSF) * up_BSF, self.down[...])
+        return jnp.einsum("bsf,fd->bsd", _swiglu(gate_BSF, up_BSF), self.down[...])
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _swiglu(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
+    """Computed again in the backward pass, which would otherwise keep three more arrays [B, S, F]."""
+    wide = _at_least_float32(gate_BSF.dtype)
+    return (jax.nn.silu(gate_BSF.astype(wide)) * up_BSF.astype(wide)).astype(gate_BSF.dtype)
 
 
 class Layer(nnx.Module):
@@ -319,77 +332,100 @@ class Ends(nnx.Module):
     def loss(self, x_BSD: jax.Array, targets_BS: jax.Array, tp: TensorParallel) -> jax.Array:
         """Cross-entropy [B, S] in nats. Each rank has the logits of its own rows only; padding rows have no mass."""
         head_VD = self.embedding[...] if self.config.tie_embeddings else self.head[...]
-        # The head's gradients of the chunks are added up in this type.
-        head_VD = head_VD.astype(_at_least_float32(head_VD.dtype))
-        unit_ids_V = tp.unit_ids("vocab")
         hidden_TD = tp.enter(self.final_norm(x_BSD)).reshape(-1, x_BSD.shape[-1])
-
-        def own_rows(hidden_CD: jax.Array, targets_C: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            return _own_logits(hidden_CD, targets_C, head_VD, unit_ids_V)
-
-        # No collectives between the chunks: those of all tokens come after the last one.
-        own_largest_T, own_total_T, own_target_T = _in_chunks(
-            own_rows, self.config.loss_chunk, hidden_TD, targets_BS.reshape(-1)
+        own: OwnLogits = _own_logits(
+            self.config.loss_chunk, hidden_TD, targets_BS.reshape(-1), head_VD, tp.unit_ids("vocab")
         )
-        largest_T = tp.max(own_largest_T)
-        own_total_T = own_total_T * jnp.exp(own_largest_T - largest_T)
-        total_T, target_T = tp.exit(jnp.stack([own_total_T, own_target_T]))
+        # The only collectives of the loss: there are none between its chunks.
+        largest_T = tp.max(own.largest)
+        own_total_T = own.total * jnp.exp(own.largest - largest_T)
+        total_T, target_T = tp.exit(jnp.stack([own_total_T, own.target]))
         return (jnp.log(total_T) + largest_T - target_T).reshape(targets_BS.shape)
 
 
-def _own_logits(
-    hidden_CD: jax.Array, targets_C: jax.Array, head_VD: jax.Array, unit_ids_V: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What this rank's logits contribute to the loss of each token, [C] each.
+class OwnLogits(NamedTuple):
+    """What the loss needs of one rank's logits, for each token.
 
-    The largest logit `m` (no gradient), the sum of `exp(logit - m)`, and the target's logit or 0 if it is on another
-    rank. The largest of a rank that holds padding only is -inf.
+    The largest, m (-inf on a rank that holds padding only; has no gradient); the sum of all exp(logit - m); and the
+    target's logit, 0 if another rank has it.
     """
-    logit_CV = jnp.where(unit_ids_V >= 0, _logits(hidden_CD, head_VD), -jnp.inf)
-    largest_C = jax.lax.stop_gradient(jnp.max(logit_CV, axis=-1))
-    # -inf - (-inf) would be NaN.
-    total_C = jnp.sum(jnp.exp(logit_CV - jnp.where(largest_C > -jnp.inf, largest_C, 0)[:, None]), axis=-1)
-    target_C = jnp.sum(jnp.where(unit_ids_V == targets_C[:, None], logit_CV, 0), axis=-1)
-    return largest_C, total_C, target_C
+
+    largest: jax.Array
+    total: jax.Array
+    target: jax.Array
+
+    @classmethod
+    def of(cls, logit_TV: jax.Array, targets_T: jax.Array, unit_ids_V: jax.Array) -> "OwnLogits":
+        logit_TV = jnp.where(unit_ids_V >= 0, logit_TV, -jnp.inf)
+        largest_T = jax.lax.stop_gradient(jnp.max(logit_TV, axis=-1))
+        # Where all is padding, -inf - (-inf) would be NaN.
+        finite_T = jnp.where(largest_T > -jnp.inf, largest_T, 0)
+        total_T = jnp.sum(jnp.exp(logit_TV - finite_T[:, None]), axis=-1)
+        is_target_TV = unit_ids_V == targets_T[:, None]
+        return cls(largest_T, total_T, jnp.sum(jnp.where(is_target_TV, logit_TV, 0), axis=-1))
 
 
-@jax.custom_vjp
 def _logits(hidden_CD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """Logits [C, V] in the type of the head (at least float32), by a matmul in the type of `hidden_CD`.
-
-    The gradient is written by hand because JAX takes it with float32 matmuls, since that is what the logits are.
-    """
-    return jnp.einsum("cd,vd->cv", hidden_CD, head_VD.astype(hidden_CD.dtype), preferred_element_type=head_VD.dtype)
+    wide = _at_least_float32(hidden_CD.dtype)
+    return jnp.einsum("cd,vd->cv", hidden_CD, head_VD, preferred_element_type=wide)
 
 
-def _logits_backward(kept: tuple[jax.Array, jax.Array], d_logit_CV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    hidden_CD, head_VD = kept
-    d_logit_CV = d_logit_CV.astype(hidden_CD.dtype)
-    d_hidden_CD = jnp.einsum("cv,vd->cd", d_logit_CV, head_VD.astype(hidden_CD.dtype))
-    return d_hidden_CD, jnp.einsum("cv,cd->vd", d_logit_CV, hidden_CD, preferred_element_type=head_VD.dtype)
-
-
-_logits.defvjp(lambda hidden_CD, head_VD: (_logits(hidden_CD, head_VD), (hidden_CD, head_VD)), _logits_backward)
-
-
-def _in_chunks(function: Callable[..., PyTree], most: int | None, *arrays: jax.Array) -> PyTree:
-    """`function(*arrays)`, arrays [T, ...] to arrays [T, ...], on at most `most` of their T entries at a time.
-
-    What it computes of a chunk is computed again in the backward pass. The last chunk is filled up with zeros.
-    """
-    num = arrays[0].shape[0]
+def _cut(array: jax.Array, most: int | None) -> jax.Array:
+    """An array [T, ...] as chunks [num_chunks, C, ...] with C <= `most`, the last one filled up with zeros."""
+    num = array.shape[0]
     num_chunks = -(-num // (most or num))
-    if num_chunks == 1:
-        return function(*arrays)
     size = -(-num // num_chunks)
+    filled = jnp.pad(array, [(0, num_chunks * size - num), *[(0, 0)] * (array.ndim - 1)])
+    return filled.reshape(num_chunks, size, *array.shape[1:])
 
-    def cut(array: jax.Array) -> jax.Array:
-        filled = jnp.pad(array, [(0, num_chunks * size - num), *[(0, 0)] * (array.ndim - 1)])
-        return filled.reshape(num_chunks, size, *array.shape[1:])
 
-    again = jax.checkpoint(function, prevent_cse=False)
-    _, results = jax.lax.scan(lambda _, chunk: (None, again(*chunk)), None, tuple(map(cut, arrays)))
-    return jax.tree.map(lambda result: result.reshape(-1, *result.shape[2:])[:num], results)
+def _join(chunks: jax.Array, num: int) -> jax.Array:
+    """The inverse of `_cut`, for `num` entries."""
+    return chunks.reshape(-1, *chunks.shape[2:])[:num]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _own_logits(
+    most: int | None, hidden_TD: jax.Array, targets_T: jax.Array, head_VD: jax.Array, unit_ids_V: jax.Array
+) -> OwnLogits:
+    """`OwnLogits` with the logits of at most `most` tokens at a time, in the backward pass too.
+
+    JAX's own gradient of this loop would do its matmuls in float32, since that is what logits are, would add up the
+    head's gradient in the head's type, and would keep arrays [C, V] that it finds to be the same for all chunks.
+    """
+
+    def of_chunk(_: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, OwnLogits]:
+        hidden_CD, targets_C = chunk
+        return None, OwnLogits.of(_logits(hidden_CD, head_VD), targets_C, unit_ids_V)
+
+    _, own = jax.lax.scan(of_chunk, None, (_cut(hidden_TD, most), _cut(targets_T, most)))
+    return jax.tree.map(lambda chunks: _join(chunks, len(targets_T)), own)
+
+
+def _own_logits_forward(most: int | None, *arrays: jax.Array) -> tuple[OwnLogits, tuple[jax.Array, ...]]:
+    return _own_logits(most, *arrays), arrays
+
+
+def _own_logits_backward(
+    most: int | None, arrays: tuple[jax.Array, ...], d_own: OwnLogits
+) -> tuple[jax.Array, None, jax.Array, None]:
+    hidden_TD, targets_T, head_VD, unit_ids_V = arrays
+
+    def of_chunk(d_head_VD: jax.Array, chunk: tuple[jax.Array, jax.Array, OwnLogits]) -> tuple[jax.Array, jax.Array]:
+        hidden_CD, targets_C, d_own = chunk
+        logit_CV = _logits(hidden_CD, head_VD)
+        _, pullback = jax.vjp(lambda logit_CV: OwnLogits.of(logit_CV, targets_C, unit_ids_V), logit_CV)
+        d_logit_CV = pullback(d_own)[0].astype(hidden_CD.dtype)
+        own_VD = jnp.einsum("cv,cd->vd", d_logit_CV, hidden_CD, preferred_element_type=d_head_VD.dtype)
+        return d_head_VD + own_VD, jnp.einsum("cv,vd->cd", d_logit_CV, head_VD)
+
+    zeros_VD = jnp.zeros(head_VD.shape, _at_least_float32(head_VD.dtype))
+    chunks = jax.tree.map(lambda array: _cut(array, most), (hidden_TD, targets_T, d_own))
+    d_head_VD, d_hidden_CD = jax.lax.scan(of_chunk, zeros_VD, chunks)
+    return _join(d_hidden_CD, len(targets_T)), None, d_head_VD.astype(head_VD.dtype), None
+
+
+_own_logits.defvjp(_own_logits_forward, _own_logits_backward)
 
 
 class Transformer(nnx.Module):
@@ -440,7 +476,7 @@ class TransformerFunctions:
     def loss(self, ends: dict, x_BSD: jax.Array, batch: Batch, tp: TensorParallel) -> tuple[jax.Array, jax.Array]:
         """Sum of the weighted losses, and the sum of the weights."""
         loss_BS = nnx.merge(self._graphs["ends"], ends).loss(x_BSD, batch["tokens"][:, 1:], tp)
-        weights_BS = batch["weights"].astype(loss_BS.dtype)
+        weights_BS = batch["weights"].astype(jnp.result_type(loss_BS, batch["weights"]))
         return jnp.sum(loss_BS * weights_BS), jnp.sum(weights_BS)
 
     @functools.cached_property

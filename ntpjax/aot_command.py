@@ -8,7 +8,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ntpjax.describe import format_bytes, format_degrees, format_seconds
+from ntpjax.forecast import Blueprint
 from ntpjax.hlo import Collective, collectives, exposed, least_hidden, syncs_in_loop
+from ntpjax.mesh import Device
 from ntpjax.program import add_program_arguments, load_blueprint
 from ntpjax.targets import TARGETS, compile_for_cuda, target_devices
 from ntpjax.topology import Topology
@@ -106,12 +108,13 @@ def _require_nominal(degrees: Sequence[int], nominal_tp: int) -> None:
 
 
 def _trace_grad_step(
-    blueprint: Any, devices: Sequence[Any], degrees: tuple[int, ...], own_degree: int
+    blueprint: Blueprint, devices: Sequence[Device], degrees: tuple[int, ...], own_degree: int
 ) -> jax.stages.Traced:
     """Returns the gradient step of a process of TP degree `own_degree`, in a job with replicas of these degrees."""
+    if blueprint.training_on is None or blueprint.num_rows is None:
+        raise ValueError("the program's blueprint must have `training_on`, `row` and `num_rows`; train.py sets them")
     topology = Topology.of_degrees(degrees, nominal_tp=max(blueprint.degrees))
-    training = replace(blueprint.training, devices=tuple(devices))
-    generation = training.on(topology, own_degree=own_degree)
+    generation = blueprint.training_on(devices).on(topology, own_degree=own_degree)
     grad_step, _ = generation.traced(blueprint.row, blueprint.num_rows(degrees))
     return grad_step
 

@@ -4,7 +4,7 @@ Bytes are those of the layouts, so they are exact. Work is counted in weights: t
 to the weights of the units that a rank holds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,13 @@ import numpy as np
 import optax
 
 from ntpjax.layout import REPLICATED, Copied, Family, Layout
+from ntpjax.mesh import Device
 from ntpjax.optimizer import state_partitions
 from ntpjax.partition import Partition, families_in
 from ntpjax.plan import exchange, plan_change
 from ntpjax.policy import fullest_work, needed_speedup
 from ntpjax.topology import Topology
+from ntpjax.training import Training
 
 PyTree = Any
 UnitBytes = Mapping[Family, int]
@@ -65,12 +67,25 @@ class DegreeForecast:
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A training without its devices: logical shapes of `params` and `opt_state`, how they are cut, and TP degrees."""
+    """A training without its devices.
+
+    Attributes:
+      shapes: logical shapes of `params` and `opt_state`.
+      partitions: how they are cut.
+      degrees: TP degrees of the replicas at the start.
+      tp_min: the smallest TP degree to go on with.
+      training_on: devices to the training on them.
+      row: shapes and types of one row of its batch.
+      num_rows: TP degrees to the rows of each replica. These last three are for compiling, not for a forecast.
+    """
 
     shapes: Mapping[str, PyTree]
     partitions: Mapping[str, PyTree]
     degrees: tuple[int, ...]
     tp_min: int
+    training_on: Callable[[Sequence[Device]], Training] | None = None
+    row: PyTree = None
+    num_rows: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
 
     @classmethod
     def of(

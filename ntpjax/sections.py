@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from ntpjax.backward import StepOptions
 from ntpjax.config import ConfigError, Section, nearest, short
 from ntpjax.text import Source, find_source
 
@@ -145,6 +146,29 @@ class BatchConfig(Section):
         description="When replicas differ in TP degree: give the slower ones fewer samples and the others more "
         "(keep_global), give the slower ones fewer (shrink), or treat all alike (equal).",
     )
+
+
+class StepConfig(Section):
+    """How a step computes. What it computes stays the same, up to rounding."""
+
+    remat: Literal["none", "dots", "full"] = Field(
+        default="full",
+        description="What the forward pass keeps of a layer for the backward pass: all that it needs (none), results "
+        "of matmuls (dots), or the layer's input only (full). From none to full: less memory, more work.",
+    )
+    microbatches: int = Field(
+        default=1, ge=1, description="Parts in which a replica's rows are worked through, to save memory."
+    )
+    compute_dtype: Literal["bfloat16", "float32"] | None = Field(
+        default=None, description="Parameters are cast to it for computation; null: they are not cast."
+    )
+    sum_dtype: Literal["bfloat16", "float32"] | None = Field(
+        default=None, description="Gradients are summed over replicas in it; null: in run.dtype."
+    )
+
+    @property
+    def options(self) -> StepOptions:
+        return StepOptions(self.remat, self.microbatches, self.compute_dtype, self.sum_dtype)
 
 
 class OptimizerConfig(Section):

@@ -1,11 +1,14 @@
 """The transformer on one device: against NumPy, and what must not change its losses, gradients and initial values.
 
-Losses are computed in float64 and compared at a relative 1e-12; what must not change at all, bit for bit.
+Losses are computed in float64 and compared at a relative 1e-12; what must not change at all, bit for bit. Narrower
+types are compared with wider ones, at the tolerances stated in each test.
 """
 
 import functools
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,10 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.sharding import NamedSharding, PartitionSpec
 from pydantic import ValidationError
 
+from models import transformer
 from models.one_device import loss_sum, train_step
-from models.transformer import Batch, TransformerConfig, TransformerFunctions, _rotate
+from models.transformer import (
+    Batch,
+    OneDevice,
+    TransformerConfig,
+    TransformerFunctions,
+    _attend,
+    _rms_norm,
+    _rotate,
+)
+from ntpjax.targets import compile_for_cuda, target_devices
 
 PyTree = Any
 
@@ -171,22 +186,270 @@ def test_grouped_query_attention_is_full_attention_with_repeated_kv_heads(x64: N
         np.testing.assert_allclose(found[name], copies.sum(axis=2), rtol=1e-12, atol=1e-13)
 
 
-# -- numbers --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("num_kv_heads", [6, 2, 1])
+def test_attention_of_float32_is_that_of_float64(x64: None, num_kv_heads: int):
+    """Values and gradients, at a relative 1e-5 of the largest: float32 has 6e-8."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (rng.normal(size=(2, 9, num, 8)) for num in (6, num_kv_heads, num_kv_heads, 6))
+    narrow = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+    wide = [x.astype(jnp.float64) for x in narrow]
+
+    @jax.jit
+    def with_gradients(d_out: jax.Array, *qkv: jax.Array) -> Any:
+        out, pullback = jax.vjp(lambda q, k, v: _attend(q, k, v, "auto"), *qkv)
+        return out, pullback(d_out)
+
+    found, expected = with_gradients(jnp.asarray(d_out, jnp.float32), *narrow), with_gradients(d_out, *wide)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, b.dtype) == (jnp.float32, jnp.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
 @pytest.mark.parametrize(
-    ("dtype", "exponentials", "all_types"),
-    [("float64", {"f64"}, {"f64"}), ("float32", {"f32"}, {"f32"}), ("bfloat16", {"f32"}, {"bf16", "f32"})],
+    ("backend", "kind", "dtype", "head_dim", "expected"),
+    [
+        ("cuda 12080", "auto", "bfloat16", 128, "cudnn"),
+        ("cuda 12080", "auto", "float16", 64, "cudnn"),
+        ("cuda 12080", "auto", "float32", 64, "xla"),
+        ("cuda 12080", "auto", "bfloat16", 12, "xla"),
+        ("cuda 12080", "auto", "bfloat16", 136, "xla"),
+        ("cuda 12080", "xla", "bfloat16", 128, "xla"),
+        ("cpu", "auto", "bfloat16", 128, "xla"),
+        ("cpu", "cudnn", "bfloat16", 128, "cudnn"),
+    ],
 )
-def test_softmax_and_loss_are_in_at_least_float32_and_float64_stays_float64(
-    dtype: str, exponentials: set[str], all_types: set[str]
+def test_auto_attention_is_cudnn_on_cuda_for_what_it_takes_and_what_is_named_is_done(
+    monkeypatch: pytest.MonkeyPatch, backend: str, kind: Any, dtype: str, head_dim: int, expected: str
 ):
+    asked: list[str] = []
+    monkeypatch.setattr(transformer, "get_backend", lambda: SimpleNamespace(platform_version=backend))
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *qkv, implementation, **_: asked.append(implementation))
+    x = jnp.zeros((1, 4, 2, head_dim), dtype)
+    _attend(x, x, x, kind)
+    assert asked == [expected]
+
+
+def test_cudnn_attention_compiles_for_an_h200_in_shard_map_scan_checkpoint_and_vjp(monkeypatch: pytest.MonkeyPatch):
+    # JAX asks for the version of cuDNN while it traces; the compiler itself needs neither cuDNN nor a GPU.
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    mesh = jax.sharding.Mesh(np.array(target_devices("h200", 2)), ("x",))
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def layer(q: jax.Array, _: None) -> tuple[jax.Array, None]:
+            out, pullback = jax.vjp(jax.checkpoint(lambda q, k, v: _attend(q, k, v, "cudnn")), q, k, v)
+            return pullback(out)[0], None
+
+        return jax.lax.scan(layer, q, None, length=3)[0]
+
+    split = PartitionSpec("x")
+    program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+    q, kv = (
+        jax.ShapeDtypeStruct((2, 256, num_heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, split))
+        for num_heads in (4, 2)
+    )
+    text = compile_for_cuda(program.trace(q, kv, kv)).as_text() or ""
+    assert set(re.findall(r"__cudnn\$(\w+)", text)) == {"fmhaSoftmax", "fmhaSoftmaxBackward"}
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a program, those of loops and calls too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def gradient_program(config: TransformerConfig, dtype: Any) -> Any:
+    model, batch = TransformerFunctions(config, dtype), random_batch(config)
+    params = random_params(config, dtype)
+    return jax.make_jaxpr(jax.value_and_grad(functools.partial(loss_sum, model), has_aux=True))(params, batch).jaxpr
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide", "all_types"),
+    [
+        ("float64", "float64", {"float64"}),
+        ("float32", "float32", {"float32"}),
+        ("bfloat16", "float32", {"bfloat16", "float32"}),
+    ],
+)
+def test_what_needs_it_is_in_at_least_float32_and_float64_stays_float64(dtype: str, wide: str, all_types: set[str]):
+    """Functions that are no polynomials, and sums: in the gradient too. Loss and weights are scalars of that type."""
     with jax.enable_x64(dtype == "float64"):
-        model, batch = TransformerFunctions(CONFIG, jnp.dtype(dtype)), random_batch(CONFIG)
-        params = random_params(CONFIG, jnp.dtype(dtype))
-        program = str(jax.make_jaxpr(functools.partial(loss_sum, model))(params, batch))
-    assert set(re.findall(r":(\w+)\[[^]]*\] = exp ", program)) == exponentials
-    assert set(re.findall(r"\bb?f(?:16|32|64)\b", program)) == all_types
+        program = gradient_program(CONFIG, jnp.dtype(dtype))
+    found: dict[str, set[str]] = {}
+    for eqn in equations(program):
+        for var in eqn.outvars:
+            if jnp.issubdtype(var.aval.dtype, jnp.floating):
+                found.setdefault(eqn.primitive.name, set()).add(var.aval.dtype.name)
+    checked = {"exp", "log", "rsqrt", "logistic", "cos", "sin", "reduce_sum", "reduce_max", "scatter-add"}
+    assert checked <= found.keys()
+    assert {name: found[name] for name in checked} == {name: {wide} for name in checked}
+    assert set.union(*found.values()) == all_types
+    loss, weight, *grads = (var.aval.dtype.name for var in program.outvars)
+    assert (loss, weight, *set(grads)) == (wide, wide, dtype)
+
+
+def test_the_model_computes_in_the_type_of_the_parameters_that_it_is_given():
+    """Whatever the type that `init` draws."""
+    model, batch, tp = TransformerFunctions(CONFIG), random_batch(CONFIG), OneDevice(CONFIG.num_units)
+    params = random_params(CONFIG, jnp.bfloat16)
+    x = jax.eval_shape(lambda: model.embed(params["ends"], batch, tp))
+    layer = jax.tree.map(lambda stack: stack[0], params["layers"])
+    assert x.dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda x: model.layer(layer, x, tp), x).dtype == jnp.bfloat16
+    assert {sum_.dtype for sum_ in jax.eval_shape(lambda x: model.loss(params["ends"], x, batch, tp), x)} == {
+        jnp.dtype("float32")
+    }
+    # In a layer only the two matmuls of attention give more than they are given: scores, and their gradient.
+    dots = [eqn for eqn in equations(gradient_program(CONFIG, jnp.bfloat16)) if eqn.primitive.name == "dot_general"]
+    mixed = [eqn for eqn in dots if len({var.aval.dtype for var in eqn.invars}) > 1 and eqn.params["precision"] is None]
+    assert not mixed, "a matmul of bfloat16 with float32 is one of float32"
+
+
+def relative_errors(found: PyTree, expected: PyTree) -> list[float]:
+    """Norm of the difference over norm, for each array."""
+
+    def of_array(a: Any, b: Any) -> float:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+    return jax.tree.leaves(jax.tree.map(of_array, found, expected))
+
+
+def test_gradients_in_bfloat16_are_close_to_those_in_float32():
+    """bfloat16 has 8 bits, so a relative 4e-3; through two layers each gradient is right to 5 %, the loss to 1 %."""
+    model, batch = TransformerFunctions(CONFIG), random_batch(CONFIG, num_rows=4, seq_len=16)
+    narrow = random_params(CONFIG, jnp.bfloat16)
+    compute = jax.jit(jax.value_and_grad(functools.partial(loss_sum, model), has_aux=True))
+    (loss, _), grads = compute(narrow, batch)
+    (expected_loss, _), expected = compute(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow), batch)
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, expected_loss, rtol=0.01)
+    assert max(relative_errors(grads, expected)) < 0.05
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_that_are_sums_over_tokens_are_summed_in_float32(tied: bool):
+    """1,024 equal terms: a sum in bfloat16, term by term, stops at 256 of them."""
+    config = CONFIG.model_copy(update={"loss_chunk": 1, "tie_embeddings": tied, "num_layers": 1})
+    model, tp = TransformerFunctions(config), OneDevice(config.num_units)
+    ends = random_params(config, jnp.bfloat16)["ends"]
+    batch: Batch = {"tokens": jnp.full((1, 1025), 3), "weights": jnp.ones((1, 1024))}
+
+    def loss(ends: PyTree) -> jax.Array:
+        return model.loss(ends, model.embed(ends, batch, tp), batch, tp)[0]
+
+    grads, expected = (
+        jax.jit(jax.grad(loss))(tree) for tree in (ends, jax.tree.map(lambda x: x.astype(np.float32), ends))
+    )
+    assert {grad.dtype for grad in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
+    assert max(relative_errors(grads, expected)) < 0.02
+
+
+def test_a_norm_s_scale_has_a_gradient_summed_in_float32():
+    x, scale = jnp.ones((1024, 8), jnp.bfloat16), jnp.ones(8, jnp.bfloat16)
+    program = jax.make_jaxpr(jax.grad(lambda scale: _rms_norm(x, scale, 0.0).astype(jnp.float32).sum()))(scale)
+    sums = [eqn.outvars[0].aval for eqn in equations(program.jaxpr) if eqn.primitive.name == "reduce_sum"]
+    assert {aval.dtype.name for aval in sums if aval.shape == (8,)} == {"float32"}
+
+
+# -- the loss in chunks ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_loss_in_chunks_is_the_loss_at_once(x64: None, tied: bool):
+    """10 tokens: in chunks of 1, chunks that do not divide them, of all, and of more than all."""
+    config = CONFIG.model_copy(update={"tie_embeddings": tied})
+    ends, batch, tp = random_params(config)["ends"], random_batch(config), OneDevice(config.num_units)
+    x = np.random.default_rng(5).normal(size=(2, 5, config.d_model))
+
+    def with_chunks_of(most: int | None) -> Any:
+        model = TransformerFunctions(config.model_copy(update={"loss_chunk": most}))
+        compute = jax.value_and_grad(lambda ends, x: model.loss(ends, x, batch, tp), argnums=(0, 1), has_aux=True)
+        return jax.jit(compute)(ends, x)
+
+    expected = with_chunks_of(None)
+    for most in (1, 3, 4, 9, 10, 2048):
+        for a, b in zip(jax.tree.leaves(with_chunks_of(most)), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
+def largest_array_of_the_loss(loss_chunk: int | None) -> int:
+    """Numbers of the largest array in the program of loss and gradient, of 60 tokens and 101 logits each."""
+    config = CONFIG.model_copy(update={"vocab_size": 101, "loss_chunk": loss_chunk})
+    model, batch = TransformerFunctions(config), random_batch(config, num_rows=2, seq_len=30)
+    ends, x = random_params(config, np.float32)["ends"], jnp.zeros((2, 30, config.d_model))
+
+    def loss(ends: PyTree, x: jax.Array) -> jax.Array:
+        return model.loss(ends, x, batch, OneDevice(config.num_units))[0]
+
+    program = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(ends, x)
+    return max(var.aval.size for eqn in equations(program.jaxpr) for var in eqn.outvars if hasattr(var.aval, "size"))
+
+
+def test_logits_of_all_tokens_never_exist_together():
+    assert largest_array_of_the_loss(None) == 60 * 101
+    # What is left is the head [101, 8].
+    assert largest_array_of_the_loss(6) == 101 * 8
+
+
+@dataclass(frozen=True)
+class RankUnderVmap:
+    """A rank of a TP group whose ranks are the entries of a `vmap`; JAX itself sums the gradients."""
+
+    ids: jax.Array
+    enter: Any = field(default=staticmethod(lambda x: x))
+    exit: Any = field(default=staticmethod(lambda x: jax.lax.psum(x, "tp")))
+    max: Any = field(default=staticmethod(lambda x: jax.lax.pmax(jax.lax.stop_gradient(x), "tp")))
+
+    def unit_ids(self, family: str) -> jax.Array:
+        assert family == "vocab"
+        return self.ids
+
+    def copy_slots(self, family: str) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("loss_chunk", [None, 3])
+@pytest.mark.parametrize("logit_shift", [0.0, 1000.0, -1000.0])
+def test_a_rank_with_nothing_but_padding_changes_no_loss_and_no_gradient(
+    x64: None, loss_chunk: int | None, logit_shift: float
+):
+    """Rows on ranks 0 and 2 of three; large logits too, of either sign: all on these are exact differences."""
+    config = CONFIG.model_copy(update={"loss_chunk": loss_chunk})
+    model, batch = TransformerFunctions(config, jnp.float64), random_batch(config)
+    ends, rng = random_params(config)["ends"], np.random.default_rng(5)
+    x = rng.normal(size=(2, 5, config.d_model))
+    # The last coordinate of what the head sees is 1 (up to the norm): the logits of all rows move alike.
+    ends["final_norm"]["scale"][-1], x[..., -1] = 100.0, 3.0
+    ends["head"][:, -1] += logit_shift / 100
+    ids = np.array([[4, 7, -1, 0, 1, 10], [-1] * 6, [2, 3, 5, 6, 9, 8]])
+    heads = np.where(ids[..., None] >= 0, ends["head"][ids], 0.0)
+
+    def one_device(head: jax.Array, x: jax.Array) -> jax.Array:
+        return model.loss(ends | {"head": head}, x, batch, OneDevice(config.num_units))[0]
+
+    def three_ranks(heads: jax.Array, x: jax.Array) -> jax.Array:
+        def rank(head: jax.Array, ids: jax.Array) -> jax.Array:
+            return model.loss(ends | {"head": head}, x, batch, RankUnderVmap(ids))[0]
+
+        return jax.vmap(rank, axis_name="tp")(heads, jnp.asarray(ids))[0]
+
+    expected, (d_head, expected_d_x) = jax.value_and_grad(one_device, argnums=(0, 1))(jnp.asarray(ends["head"]), x)
+    found, (d_heads, d_x) = jax.jit(jax.value_and_grad(three_ranks, argnums=(0, 1)))(heads, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(d_x, expected_d_x, rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(d_heads, np.where(ids[..., None] >= 0, d_head[ids], 0.0), rtol=1e-11, atol=1e-12)
+    assert not np.asarray(d_heads)[ids < 0].any()
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_of_weight_0_count_nothing(x64: None):
@@ -258,15 +521,31 @@ def laid_out(params: PyTree, padding: float) -> PyTree:
     return jax.tree_util.tree_map_with_path(lay_out, params)
 
 
-def test_neither_the_order_of_units_nor_padding_changes_losses_and_padding_gets_no_gradient(x64: None):
-    params, batch, model = random_params(CONFIG), random_batch(CONFIG), TransformerFunctions(CONFIG, jnp.float64)
+def padded_loss(config: TransformerConfig, batch: Batch) -> Callable[[PyTree], jax.Array]:
+    """The loss as a function of parameters laid out as `PADDED`."""
+    model = TransformerFunctions(config)
 
     def loss(params: PyTree) -> jax.Array:
         x = model.embed(params["ends"], batch, PADDED)
         x, _ = jax.lax.scan(lambda x, layer: (model.layer(layer, x, PADDED), None), x, params["layers"])
         return model.loss(params["ends"], x, batch, PADDED)[0]
 
-    compute = jax.jit(jax.value_and_grad(loss))
+    return loss
+
+
+def assert_padding_has_no_gradient(params: PyTree, grads: PyTree) -> None:
+    padding_only = laid_out(jax.tree.map(np.ones_like, params), 0.0)
+    for grad, real in zip(jax.tree.leaves(grads), jax.tree.leaves(padding_only), strict=True):
+        assert not np.asarray(grad)[real == 0].any()
+    assert any((real == 0).any() for real in jax.tree.leaves(padding_only))
+
+
+@pytest.mark.parametrize("loss_chunk", [None, 3])
+def test_neither_the_order_of_units_nor_padding_changes_losses_and_padding_gets_no_gradient(
+    x64: None, loss_chunk: int | None
+):
+    params, batch = random_params(CONFIG), random_batch(CONFIG)
+    compute = jax.jit(jax.value_and_grad(padded_loss(CONFIG.model_copy(update={"loss_chunk": loss_chunk}), batch)))
     (expected_loss, _), expected_grads = losses_and_gradients(CONFIG, params, batch)
     # A padding row of the vocabulary has no logit mass, whatever is in it.
     for padding in (0.0, 1e3):
@@ -275,10 +554,17 @@ def test_neither_the_order_of_units_nor_padding_changes_losses_and_padding_gets_
         expected_leaves = jax.tree.leaves(laid_out(jax.tree.map(np.asarray, expected_grads), 0.0))
         for found, expected in zip(jax.tree.leaves(found_grads), expected_leaves, strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-12)
-    padding_only = laid_out(jax.tree.map(np.ones_like, params), 0.0)
-    for grad, real in zip(jax.tree.leaves(found_grads), jax.tree.leaves(padding_only), strict=True):
-        assert not np.asarray(grad)[real == 0].any()
-    assert any((real == 0).any() for real in jax.tree.leaves(padding_only))
+    assert_padding_has_no_gradient(params, found_grads)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_padding_gets_no_gradient_from_attention_in_narrower_types(dtype: str):
+    """Those that `jax.nn.dot_product_attention` computes: a padding head gives exactly zero."""
+    params, batch = random_params(CONFIG, np.float32), random_batch(CONFIG)
+    narrow = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), laid_out(params, 0.0))
+    grads = jax.jit(jax.grad(padded_loss(CONFIG, batch)))(narrow)
+    assert_padding_has_no_gradient(params, grads)
+    assert all(np.isfinite(np.asarray(grad, np.float32)).all() for grad in jax.tree.leaves(grads))
 
 
 # -- initial values -------------------------------------------------------------------------------------------------
@@ -366,6 +652,9 @@ def test_sizes_that_do_not_fit_are_refused_with_field_value_and_rule(changes: di
         ("norm_eps", float("nan")),
         ("init_std", -0.1),
         ("tie_embeddings", "yes"),
+        ("attention", "flash"),
+        ("loss_chunk", 0),
+        ("loss_chunk", "2048"),
     ],
 )
 def test_unknown_keys_and_values_of_another_type_or_range_are_refused_by_name(field_name: str, value: Any):
