@@ -325,7 +325,7 @@ class Ends(nnx.Module):
             jnp.arange(slots, dtype=jnp.int32), mode="drop", wrap_negative_indices=False
         )
         # A row's gradient is a sum over all places where its token stands: not one of 16-bit numbers.
-        wide_VD = self.embedding[...].astype(_at_least_float32(self.embedding.dtype))
+        wide_VD = jnp.asarray(self.embedding[...], _at_least_float32(self.embedding.dtype))
         x_BSD = wide_VD.at[slot_of_token[tokens_BS]].get(mode="fill", fill_value=0)
         return tp.exit(x_BSD.astype(self.embedding.dtype))
 

@@ -149,8 +149,10 @@ def save(job: Job, state: TrainState, services: Services, positions: Sequence[in
     if services.processes.told_by(state.generation.flat.leader, str(complete)) == "True":
         return
     started = time.monotonic()
-    logical = state.generation.gather(state.arrays, positions)
-    if logical is None:
+    if not state.generation.flat.own_positions:
+        return
+    logical = state.generation.gather(state.arrays, positions, keep=state.generation.is_leader)
+    if not state.generation.is_leader:
         return
     key = jax.random.key(job.seed)
     meta = {

@@ -104,12 +104,13 @@ class FlatMesh:
         """The sharding of every array on the flat mesh: [num_devices, ...] over its first dimension."""
         return NamedSharding(self.mesh, PartitionSpec(AXIS))
 
-    def assemble(self, shards: Sequence[jax.Array], part: jax.ShapeDtypeStruct) -> jax.Array:
+    def assemble(self, shards: Sequence[jax.Array], part: jax.ShapeDtypeStruct | None = None) -> jax.Array:
         """The array [num_devices, ...] whose parts at the own positions are `shards`, [1, ...], each on its device.
 
         Args:
-          part: shape and type of what one device has, without the leading 1.
+          part: shape and type of what one device has, without the leading 1; needed where there are no shards.
         """
+        part = part or jax.ShapeDtypeStruct(shards[0].shape[1:], shards[0].dtype)
         shape = (self.num_devices, *part.shape)
         return jax.make_array_from_single_device_arrays(shape, self.sharding, list(shards), dtype=part.dtype)
 

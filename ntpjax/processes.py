@@ -57,7 +57,7 @@ class Place:
     def join(self) -> "Processes":
         """Joins the job. Call it before JAX looks for devices."""
         if self.count == 1:
-            return Processes(None, self)
+            return Processes()
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_OWN_PROGRAMS_ON_GPU])
         jax.distributed.initialize(self.coordinator, self.count, self.index)
@@ -85,9 +85,9 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
 class Processes:
     """All processes of the job, as this one sees them. All of them make the same calls in the same order."""
 
-    def __init__(self, client: Any, place: Place) -> None:
+    def __init__(self, client: Any = None, place: Place | None = None) -> None:
         self._client = client
-        self._place = place
+        self._place = place or Place()
         self._calls = itertools.count()
 
     @property

@@ -21,7 +21,11 @@ UNEVEN_GROUPS_OPTIONS = {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": F
 """Leaves small all-reduces to NCCL. XLA's own kernel for them is built for the size of the first group, so that with
 groups of 8 and 7 devices jax 0.10 does not compile it; openxla/xla#45332 is about what it does where it compiles."""
 
-CUDA_OPTIONS: Mapping[str, Any] = {**OVERLAP_OPTIONS, **UNEVEN_GROUPS_OPTIONS}
+UNMERGED_OPTIONS = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}
+"""Leaves every sum alone. The step has joined what belongs together already, and what one process joins the others
+would have to join too. A small pre-sync and post-sync that are made one wait for each other's data."""
+
+CUDA_OPTIONS: Mapping[str, Any] = {**OVERLAP_OPTIONS, **UNEVEN_GROUPS_OPTIONS, **UNMERGED_OPTIONS}
 
 _GPUS = {
     "h100": {"name": "NVIDIA H100 80GB HBM3", "memory": 84_942_979_072, "memory_bandwidth": 3_352_320_000_000},

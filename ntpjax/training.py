@@ -30,6 +30,7 @@ from ntpjax.packing import pack, unpack
 from ntpjax.partition import Partition, path_name
 from ntpjax.replicas import sums_over_replicas
 from ntpjax.step import make_apply_step, make_eval_step, make_grad_step, make_init, make_optimizer_init
+from ntpjax.targets import CUDA_OPTIONS
 from ntpjax.topology import Topology
 
 PyTree = Any
@@ -155,21 +156,18 @@ class Generation:
         """A state from logical arrays, such as those of a checkpoint."""
         return pack(logical, self.training.partitions, self.flat)
 
-    def gather(self, state: State, positions: Sequence[int] | None = None) -> State | None:
+    def gather(self, state: State, positions: Sequence[int] | None = None, *, keep: bool = True) -> State:
         """The state's logical arrays on the host, read from the devices at `positions` (by default one whole replica).
 
-        All processes make this call; the leader gets the arrays, the others None.
+        All processes that have devices make this call. One that does not `keep` the arrays gets None for each.
 
         Raises:
           NoHolderError: if these devices do not hold every unit.
         """
-        if len(self.flat.processes) == 1 and self.flat.own_positions:
+        if len(self.flat.processes) == 1:
             return unpack(state, self.training.partitions, self.flat, positions)
-        if not self.flat.own_positions:
-            return None
-        positions, keep = self.flat.tp_groups[0] if positions is None else positions, self.is_leader
-        logical = collect(state, self.training.partitions, self.flat, positions, keep=keep)
-        return logical if keep else None
+        positions = self.flat.tp_groups[0] if positions is None else positions
+        return collect(state, self.training.partitions, self.flat, positions, keep=keep)
 
     def take(self, state: State, old: "Generation") -> tuple[State, Moved]:
         """A state of another generation on these devices; buffers of devices that are gone are not read.
@@ -230,7 +228,7 @@ class Generation:
           row: shapes and types of one row of a batch.
           num_rows: rows of each replica.
         """
-        state = jax.tree.map(self._resting, self.training.shapes, self.training.partitions)
+        state = jax.tree.map(self.resting, self.training.shapes, self.training.partitions)
         size, sharding, shape = self.own_rows(num_rows), self.flat.sharding, jax.ShapeDtypeStruct
         batch = jax.tree.map(lambda x: shape((self.flat.num_devices, size, *x.shape), x.dtype, sharding=sharding), row)
         grad_step = self.grad_step.trace(state["params"], batch)
@@ -242,12 +240,14 @@ class Generation:
 
     def compiled(self, row: PyTree, num_rows: Sequence[int]) -> "Generation":
         """The same with `grad_step` and `apply_step` compiled now; arguments as those of `traced`."""
-        grad_step, apply_step = (traced.lower().compile() for traced in self.traced(row, num_rows))
+        options = dict(CUDA_OPTIONS) if self.flat.mesh.devices[0].platform == "gpu" else {}
+        programs = self.traced(row, num_rows)
+        grad_step, apply_step = (traced.lower().compile(compiler_options=options) for traced in programs)
         return replace(
             self, grad_step=grad_step, apply_step=apply_step, sums=sums_over_replicas(grad_step.as_text() or "")
         )
 
-    def _resting(self, leaf: jax.ShapeDtypeStruct, part: Partition) -> jax.ShapeDtypeStruct:
+    def resting(self, leaf: jax.ShapeDtypeStruct, part: Partition) -> jax.ShapeDtypeStruct:
         """How an array of the state lies on the flat mesh, from its logical shape."""
         shape = list(leaf.shape)
         if part.family != REPLICATED:

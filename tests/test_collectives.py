@@ -22,7 +22,7 @@ from ntpjax.collectives import (
     sum_bits,
     sum_values,
 )
-from ntpjax.layout import Copied, Family, Layout, Split, buffer_slots
+from ntpjax.layout import Copied, Family, Layout, Split
 from ntpjax.mesh import AXIS, FlatMesh, flat_mesh
 from ntpjax.packing import copy_slot_table, unit_id_table
 from ntpjax.partition import Partition
@@ -304,7 +304,7 @@ def test_units_go_from_compute_to_sync_layout_and_back(degrees: tuple[int, ...],
     sync = {degree: family.sync_layout(degree, flat.sync_degree) for degree in degrees}
     compute_ranks = [units for degree in degrees for units in compute[degree].ranks]
     sync_ranks = [units for degree in degrees for units in sync[degree].ranks]
-    slots = buffer_slots(family, degrees)
+    slots = flat.slots(family)
     # Each replica has values of its own: nothing is summed over replicas here.
     trees = [
         tree for tree, degree in zip(random_trees(family, len(degrees)), degrees, strict=True) for _ in range(degree)
@@ -326,7 +326,7 @@ def test_copied_units_are_summed_on_the_way_to_the_sync_layout_and_all_holders_g
     compute = {degree: family.compute_layout(degree) for degree in (4, 3)}
     sync = {degree: family.sync_layout(degree, 3) for degree in (4, 3)}
     compute_ranks, sync_ranks = [layouts[4].ranks + layouts[3].ranks for layouts in (compute, sync)]
-    slots = buffer_slots(family, (4, 3))
+    slots = flat.slots(family)
     # Each rank has gradients of its own, zero for the units that it does not hold.
     gradients = random_trees(family, 7)
     for gradient, units in zip(gradients, compute_ranks, strict=True):

@@ -20,6 +20,7 @@ from benchmarks import failure_parity
 from ntpjax import recovery
 from ntpjax.data import BatchStream
 from ntpjax.job import TrainState
+from ntpjax.processes import Processes
 
 # Compiling is slow on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -42,14 +43,16 @@ def benchmark(
     monkeypatch.setattr(failure_parity, "LOSSES", ("step=2 replica=1 rank=3", "step=4 replica=0 rank=1"))
     monkeypatch.setattr(failure_parity, "RETURNS", ("step=8 replica=1",))
     # It would set 64 bits for all tests to come.
-    monkeypatch.setattr(failure_parity, "set_up_jax", lambda run: None)
+    monkeypatch.setattr(failure_parity, "set_up_jax", lambda run: Processes())
     monkeypatch.setattr("sys.argv", ["failure_parity.py", "--config", str(config)])
 
     def run() -> tuple[float, int, str]:
-        failure_parity.main()
-        found = re.fullmatch(LAST_LINE, capsys.readouterr().out.splitlines()[-1])
-        assert found is not None
-        return float(found[1]), int(found[2]), found[3]
+        code, printed = failure_parity.main(), capsys.readouterr()
+        found = re.fullmatch(LAST_LINE, printed.out.splitlines()[-1])
+        assert found is not None, printed.err
+        difference, lost_steps, sample_ids = float(found[1]), int(found[2]), found[3]
+        assert code == (0 if difference <= failure_parity.BOUND and sample_ids == "identical" else 1)
+        return difference, lost_steps, sample_ids
 
     return run
 
@@ -96,7 +99,7 @@ def test_wrong_numbers_after_a_recovery_are_noticed(benchmark: Benchmark, monkey
 
 def test_replicas_that_differ_in_one_bit_are_noticed(benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ntpjax.trainer.recover", after_recovery(one_bit_off))
-    with pytest.raises(SystemExit, match="not bit-equal"):
+    with pytest.raises(AssertionError, match="not bit-equal"):
         benchmark()
 
 

@@ -45,7 +45,7 @@ def test_the_bytes_that_a_loss_moves_are_the_forecast_ones(rank: int) -> None:
     training = Training.of(model, params, plan.partitions["params"], optax.adam(1e-3))
     here = training.on(Topology.of_degrees((4, 4)))
     smaller = training.on(here.flat.topology.lose(replica=1, rank=rank))
-    _, moved = smaller.take(here.draw(jax.random.key(0)), here)
+    _, moved = smaller.take(here.draw(model.init, jax.random.key(0)), here)
     expected = forecast(plan)[1]
     assert moved.num_bytes == (expected.moved if rank == 3 else expected.moved_worst).num_bytes
     assert moved.num_bytes > 0
@@ -53,11 +53,10 @@ def test_the_bytes_that_a_loss_moves_are_the_forecast_ones(rank: int) -> None:
 
 def test_state_bytes_are_those_of_a_devices_buffers_when_all_replicas_have_that_degree() -> None:
     plan = blueprint_of(SMALL, (4, 4))
-    training = Training.of(
-        TransformerFunctions(SMALL), plan.shapes["params"], plan.partitions["params"], optax.adam(1e-3)
-    )
+    model = TransformerFunctions(SMALL)
+    training = Training.of(model, plan.shapes["params"], plan.partitions["params"], optax.adam(1e-3))
     for row in forecast(plan):
-        state = training.on(Topology.of_degrees((row.degree,), nominal_tp=4)).draw(jax.random.key(0))
+        state = training.on(Topology.of_degrees((row.degree,), nominal_tp=4)).draw(model.init, jax.random.key(0))
         held = sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(state))
         assert row.state_bytes == held, row.degree
 

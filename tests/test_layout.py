@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntpjax.layout import REPLICATED, Copied, Layout, Split, buffer_slots, even_blocks, holdings, nested_layout
+from ntpjax.layout import REPLICATED, Copied, Layout, Split, even_blocks, holdings, nested_layout
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -257,7 +257,6 @@ def test_a_sync_layout_has_every_unit_on_the_core_ranks_and_none_on_extra_ranks(
 def test_what_is_replicated_is_one_unit_on_every_rank_or_on_every_core_rank():
     assert REPLICATED.compute_layout(3).ranks == ((0,), (0,), (0,))
     assert REPLICATED.sync_layout(3, 2).ranks == ((0,), (0,), ())
-    assert buffer_slots(REPLICATED, (8, 7)) == 1
 
 
 def test_holdings_are_those_of_one_replica_after_the_other():
@@ -265,20 +264,12 @@ def test_holdings_are_those_of_one_replica_after_the_other():
     assert holdings(family, (4, 2)).ranks == (*family.compute_layout(4).ranks, *family.compute_layout(2).ranks)
 
 
-def test_a_buffer_has_slots_for_the_smallest_degree():
-    family = Split("heads", 17, nominal_tp=8)
-    assert buffer_slots(family, (8,)) == 3
-    assert buffer_slots(family, (8, 7, 3, 7)) == 6
-
-
-def test_a_buffer_has_room_for_every_compute_and_sync_layout():
+def test_the_sync_layout_fits_where_the_compute_layout_of_the_smallest_degree_does():
     for family in [*QUERIES, *(Copied("kv", users) for users in QUERIES)]:
         nominal_tp = family.nominal_tp if isinstance(family, Split) else family.users.nominal_tp
         for smallest in range(1, nominal_tp + 1):
-            degrees = (nominal_tp, smallest)
-            layouts = [family.compute_layout(degree) for degree in degrees]
-            layouts += [family.sync_layout(degree, smallest) for degree in degrees]
-            assert buffer_slots(family, degrees) == max(layout.slots for layout in layouts)
+            for degree in (nominal_tp, smallest):
+                assert family.sync_layout(degree, smallest).slots <= family.compute_layout(smallest).slots
 
 
 # -- even blocks ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from ntpjax.layout import Split
 from ntpjax.mesh import FlatMesh, Groups, flat_mesh
 from ntpjax.topology import Topology
 
@@ -94,6 +95,15 @@ def test_each_device_really_has_one_part_and_it_is_its_own(degrees: tuple[int, .
         assert shard.data.shape == (1, 3, 2)
         assert shard.device == flat.mesh.devices[position]
         np.testing.assert_array_equal(shard.data[0], values[position])
+
+
+def test_a_process_sees_its_own_degree_only_and_has_room_for_that_only():
+    family, topology = Split("units", 12, nominal_tp=4), Topology.of_degrees((4, 3))
+    healthy, reduced = (flat_mesh(topology, jax.devices(), own_degree=degree) for degree in (4, 3))
+    assert (healthy.own_positions, reduced.own_positions) == ((0, 1, 2, 3), (4, 5, 6))
+    assert (healthy.slots(family), reduced.slots(family)) == (3, 4)
+    both = mesh_of((4, 3))
+    assert (both.own_degrees, both.slots(family)) == ((3, 4), 4)
 
 
 def test_assembling_an_array_copies_nothing():

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 import models.transformer
-from benchmarks.parity import CASES, Case, batch_on, errors, random_batch, relative_error
-from ntpjax.mesh import flat_mesh
-from ntpjax.topology import Topology
-
-BOUND = 1e-10
+from benchmarks.parity import BOUND, CASES, Case, errors, relative_error
 
 
 def waves(key: jax.Array, unit_ids: jax.Array, unit_shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> jax.Array:
@@ -58,14 +54,3 @@ def test_a_nan_in_any_array_is_noticed():
 def test_an_array_of_another_shape_is_refused():
     with pytest.raises(AssertionError):
         relative_error({"a": np.ones((1, 3))}, {"a": np.ones(3)})
-
-
-def test_a_batch_is_dealt_in_order_of_replica_ids_and_padding_has_weight_0():
-    flat = flat_mesh(Topology.of_degrees((1, 2)), jax.devices())
-    batch = random_batch(CASES[0].config, 3, seed=0)
-    dealt = {name: np.asarray(array) for name, array in batch_on(flat, batch, (1, 2)).items()}
-    # Replica 1 is the larger one and comes first on the mesh.
-    for position, rows in enumerate(([1, 2], [1, 2], [0])):
-        for name, values in (("tokens", batch["tokens"]), ("weights", batch["weights"])):
-            np.testing.assert_array_equal(dealt[name][position, : len(rows)], np.asarray(values)[rows])
-            assert not dealt[name][position, len(rows) :].any()

@@ -27,6 +27,7 @@ from ntpjax.boost import BoostHook
 from ntpjax.checkpoint import Checkpoints
 from ntpjax.data import Batch
 from ntpjax.job import Job, Services, TrainState, fresh_state, rows_of
+from ntpjax.processes import Processes
 from ntpjax.records import CheckpointSaved, Evaluated, Note, Record, RunEnded, RunStarted, StepDone, TopologyChanged
 from ntpjax.schedule import FailureSource, Loss, Return, Schedule
 from ntpjax.topology import Topology
@@ -148,7 +149,7 @@ def run(config: train.Config, recorder: Recorder | None = None) -> tuple[Trained
     """`train.run`, as the command line does it."""
     recorder = recorder or Recorder()
     with jax.enable_x64(config.run.dtype == "float64"):
-        return train.run(config, train.read_tokens(config.data, config.run.seed), recorder), recorder
+        return train.run(config, train.read_tokens(config.data, config.run.seed), Processes(), recorder), recorder
 
 
 def job_of(config: train.Config) -> Job:
@@ -165,7 +166,7 @@ def run_parts(
         jax.enable_x64(config.run.dtype == "float64"),
         closing(Checkpoints(config.run.dir / "checkpoints", keep_last=config.checkpoint.keep_last)) as checkpoints,
     ):
-        services = Services(failures, hook or Quiet(), checkpoints, recorder.emit)
+        services = Services(failures, hook or Quiet(), checkpoints, Processes(), recorder.emit)
         return trainer.train(job, fresh_state(job, config.start), services), recorder
 
 
@@ -440,7 +441,7 @@ def test_a_weight_that_is_not_finite_in_one_replica_stops_all_before_the_step(tm
         values = np.array(norm["scale"])
         values[3] = np.nan  # rank 1 of replica 1
         norm["scale"] = state.generation.flat.place(list(values).__getitem__)
-        services = Services(Schedule([]), Quiet(), checkpoints, recorder.emit)
+        services = Services(Schedule([]), Quiet(), checkpoints, Processes(), recorder.emit)
         trained = trainer.train(job, state, services)
     assert (trained.ended.step, trained.ended.exit_code, recorder.losses) == (0, 5, [])
     assert "loss (nan) or gradients of step 1 are not finite" in trained.ended.reason

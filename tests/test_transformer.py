@@ -149,6 +149,13 @@ def test_rope_is_a_rotation_that_leaves_position_0_as_it_is(x64: None):
     assert np.abs(turned[:, 1:] - x[:, 1:]).max(axis=-1).min() > 0.01
 
 
+def test_rope_of_bfloat16_is_exact_up_to_the_rounding_of_its_result(x64: None):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 500, 2, 8)), jnp.bfloat16)
+    exact = np.asarray(_rotate(x.astype(jnp.float64), 100.0))
+    # Half a unit in the last of 8 bits, and what float32 makes of an angle of 500.
+    assert (np.abs(np.asarray(_rotate(x, 100.0), np.float64) - exact) <= 2.0**-8 * np.abs(exact) + 1e-4).all()
+
+
 def test_rope_scores_depend_on_the_distance_only(x64: None):
     rng, length = np.random.default_rng(0), 9
     query, key = (_rotate(jnp.asarray(np.tile(rng.normal(size=6), (1, length, 1, 1))), 100.0) for _ in range(2))
@@ -298,7 +305,7 @@ def test_what_needs_it_is_in_at_least_float32_and_float64_stays_float64(dtype: s
 def test_the_model_computes_in_the_type_of_the_parameters_that_it_is_given():
     """Whatever the type that `init` draws."""
     model, batch, tp = TransformerFunctions(CONFIG), random_batch(CONFIG), OneDevice(CONFIG.num_units)
-    params = random_params(CONFIG, jnp.bfloat16)
+    params, batch["weights"] = random_params(CONFIG, jnp.bfloat16), batch["weights"].astype(jnp.bfloat16)
     x = jax.eval_shape(lambda: model.embed(params["ends"], batch, tp))
     layer = jax.tree.map(lambda stack: stack[0], params["layers"])
     assert x.dtype == jnp.bfloat16
@@ -306,7 +313,6 @@ def test_the_model_computes_in_the_type_of_the_parameters_that_it_is_given():
     assert {sum_.dtype for sum_ in jax.eval_shape(lambda x: model.loss(params["ends"], x, batch, tp), x)} == {
         jnp.dtype("float32")
     }
-    # In a layer only the two matmuls of attention give more than they are given: scores, and their gradient.
     dots = [eqn for eqn in equations(gradient_program(CONFIG, jnp.bfloat16)) if eqn.primitive.name == "dot_general"]
     mixed = [eqn for eqn in dots if len({var.aval.dtype for var in eqn.invars}) > 1 and eqn.params["precision"] is None]
     assert not mixed, "a matmul of bfloat16 with float32 is one of float32"
