@@ -79,10 +79,6 @@ class Config(Section):
         if self.run.cpu_devices is not None and self.topology.num_devices > self.run.cpu_devices:
             problems.append(_too_few_devices(self.topology, self.run.cpu_devices))
         problems += _vocabulary_problems(self.data, self.model.vocab_size)
-        try:
-            split_batch(self.batch.policy, self.batch.size, self.topology.degrees, self.topology.nominal_tp)
-        except ValueError as error:
-            problems.append(f"batch.size: {error}")
         if self.batch.policy == "shrink" and self.batch.size < self.topology.replicas:
             rule = f"must be at least topology.replicas (={self.topology.replicas}) when batch.policy is 'shrink'"
             problems.append(f"batch.size: {rule} (got {self.batch.size})")

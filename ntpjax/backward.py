@@ -290,11 +290,14 @@ def local_gradients(blocks: Blocks, params: PyTree, batch: PyTree) -> tuple[PyTr
     Args:
       params: this device's parameters.
       batch: this device's rows, a multiple of `num_microbatches`.
+
+    Returns:
+      Gradients with the leading dimension of the flat mesh, 1, and the sums.
     """
     options, pipeline = blocks.options, Pipeline(blocks)
     num_parts, num_stages = options.num_microbatches, len(pipeline.stages)
     parts = jax.tree.map(lambda rows: rows.reshape(num_parts, -1, *rows.shape[1:]), batch)
-    grads = options.zeros(params)
+    grads = options.zeros({"ends": params["ends"], "layers": jax.tree.map(lambda x: x[None], params["layers"])})
     one_layer = jax.tree.map(lambda stack: jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype), params["layers"])
 
     def gather(state: tuple[PyTree, jax.Array], part: PyTree) -> tuple[tuple[PyTree, jax.Array], None]:
@@ -329,7 +332,7 @@ def local_gradients(blocks: Blocks, params: PyTree, batch: PyTree) -> tuple[PyTr
     _, done = pipeline.advance(lax.optimization_barrier(flight))
     loss, weight = blocks.replicas.from_ranks_0(*(sums + here))
     # The last sum: alone, like all others.
-    grads = {"ends": done.grads, "layers": layers}
+    grads = {"ends": jax.tree.map(lambda grad: grad[None], done.grads), "layers": layers}
     grads, scalars = lax.optimization_barrier((grads, [loss, weight, square + done.square]))
     with sum_scope("scalars"):
         return grads, StepSums(*lax.psum(jnp.stack(scalars), AXIS))
@@ -367,13 +370,16 @@ def _add(total: PyTree, grads: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)
 
 
+# Stacks are [1, num_layers, ...] from the start: reshaped after the loop, they would not be written in place.
+
+
 def _layer_at(stack: PyTree, index: jax.Array) -> PyTree:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stack)
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)[0], stack)
 
 
 def _put_layer(stack: PyTree, index: jax.Array | int, layer: PyTree) -> PyTree:
     def put(x: jax.Array, of_layer: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(x, of_layer.astype(x.dtype), index, 0)
+        return lax.dynamic_update_index_in_dim(x, of_layer[None].astype(x.dtype), index, axis=1)
 
     return jax.tree.map(put, stack, layer)
 

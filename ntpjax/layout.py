@@ -1,6 +1,6 @@
 """Which unit lives on which rank: nested balanced layouts.
 
-A *unit* is what may not be split: a KV-head group, a block of FFN columns, a row of the vocabulary. A *layout* says,
+A *unit* is what may not be split: a query head, a block of FFN columns, a row of the vocabulary. A *layout* says,
 for each rank of a tensor-parallel group, which units it holds, in the order in which they lie in its buffer.
 
 The layouts of one unit family form a chain `L_N, L_{N-1}, ..., L_1`. `L_N` cuts the units into contiguous blocks whose

@@ -24,7 +24,8 @@ class RunStarted:
 class StepDone:
     """Step `step` is committed and applied. `loss` is the mean over the `num_tokens` of the global batch, in nats.
 
-    `sample_ids` are the ids of the samples of the global batch, in the global order.
+    `sample_ids` are the ids of the samples of the global batch, in the global order. `commit_gap_s` is how long the
+    devices had nothing to do: from the arrival of the sums, for which the host waits, to the start of the update.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepDone:
     degrees: tuple[int, ...]
     rows: tuple[int, ...]
     sample_ids: tuple[int, ...]
+    commit_gap_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,7 @@ def make_grad_step(model: Model, flat: FlatMesh, partitions: PyTree, options: St
     blocks = Blocks.of(model, flat, partitions, options)
 
     def local(params: PyTree, batch: PyTree) -> tuple[PyTree, StepSums]:
-        grads, sums = local_gradients(blocks, _own(params), _own(batch))
-        return _stacked(grads), sums
+        return local_gradients(blocks, _own(params), _own(batch))
 
     return _program(flat, local, _SPLIT, (_SPLIT, _WHOLE))
 
@@ -87,15 +86,16 @@ def make_apply_step(optimizer: optax.GradientTransformation, flat: FlatMesh, cli
     Local: no collectives. Donates parameters and state. The gradient of the mean loss is clipped to norm `clip_norm`.
     """
 
-    def local(params: PyTree, opt_state: PyTree, grads: PyTree, sums: StepSums) -> tuple[PyTree, PyTree]:
-        params, opt_state, grads = _own(params), _own(opt_state), _own(grads)
+    def local(stacked_params: PyTree, opt_state: PyTree, grads: PyTree, sums: StepSums) -> tuple[PyTree, PyTree]:
+        params, opt_state, grads = _own(stacked_params), _own(opt_state), _own(grads)
         scale = 1 / sums.weight
         if clip_norm is not None:
             norm = jnp.sqrt(sums.squared_norm) * scale
             scale = scale * jnp.minimum(1, clip_norm / norm)
         grads = jax.tree.map(lambda grad, param: (grad * scale).astype(param.dtype), grads, params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return _stacked(optax.apply_updates(params, updates)), _stacked(opt_state)
+        # In the shape in which they are donated: reshaped afterwards, they would not be updated in place.
+        return optax.apply_updates(stacked_params, _stacked(updates)), _stacked(opt_state)
 
     return _program(flat, local, (_SPLIT, _SPLIT, _SPLIT, _WHOLE), _SPLIT, donate_argnums=(0, 1))
 

@@ -116,6 +116,7 @@ def _train_step(
     if programs.flat.own_positions:
         grads, on_devices = programs.grad_step(state.arrays["params"], programs.batch(rows_of(batch), running.rows))
         step_times_s = _wait(programs.flat, on_devices.loss, started)
+    committing = time.monotonic()
     sums = StepSums(*_everywhere(programs.flat, services.processes, on_devices))
     lost = services.failures.lost(state.step + 1)
     if lost:
@@ -127,7 +128,7 @@ def _train_step(
             "lower optimizer.learning_rate, or look at the text of that batch",
             ExitCode.BAD_NUMBERS,
         )
-    arrays = state.arrays
+    arrays, commit_gap_s = state.arrays, time.monotonic() - committing
     if programs.flat.own_positions:
         params, opt_state = programs.apply_step(arrays["params"], arrays["opt_state"], grads, on_devices)
         arrays = {"params": params, "opt_state": opt_state}
@@ -142,6 +143,7 @@ def _train_step(
         degrees=state.topology.degrees,
         rows=running.rows,
         sample_ids=batch.sample_ids,
+        commit_gap_s=commit_gap_s,
     )
     return TrainState(state.step + 1, batch.samples_seen_after, arrays, state.generation), done, step_times_s
 
