@@ -110,7 +110,8 @@ class FlatMesh:
         Args:
           part: shape and type of what one device has, without the leading 1; needed where there are no shards.
         """
-        part = part or jax.ShapeDtypeStruct(shards[0].shape[1:], shards[0].dtype)
+        if part is None:
+            part = jax.ShapeDtypeStruct(shards[0].shape[1:], shards[0].dtype)
         shape = (self.num_devices, *part.shape)
         return jax.make_array_from_single_device_arrays(shape, self.sharding, list(shards), dtype=part.dtype)
 

@@ -1,5 +1,6 @@
 """What every test shares: eight CPU devices, the Hypothesis profile, and the `x64` fixture."""
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -8,7 +9,9 @@ import pytest
 
 from ntpjax.mesh import emulate_cpu_devices
 
-# Before JAX starts its backend, which the first call for devices or arrays does.
+# Before JAX starts its backend, which the first call for devices or arrays does. Most of a test's time is compiling:
+# what LLVM would make of a program matters little for a few small steps.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 emulate_cpu_devices(8)
 
 # The same examples in every run; compiling makes the first one slow, hence no deadline for each.

@@ -4,7 +4,6 @@ Sums are compared in float64 at a relative 1e-12. The sizes fit no degree: 12 qu
 where they are needed, 13 FFN units, 257 rows of the vocabulary.
 """
 
-import dataclasses
 import functools
 import re
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from flax import nnx
 
 from models.one_device import loss_sum
 from models.transformer import Batch, Ends, TransformerConfig, TransformerFunctions
+from ntpjax.job import row_shapes
 from ntpjax.layout import Split
 from ntpjax.mesh import FlatMesh, Groups, flat_mesh
 from ntpjax.move import move_state
@@ -33,6 +33,7 @@ from ntpjax.step import (
     make_optimizer_init,
 )
 from ntpjax.topology import Topology
+from ntpjax.training import Training
 
 PyTree = Any
 
@@ -58,7 +59,6 @@ class Setup:
     config: TransformerConfig
     topology: Topology
     dtype: Any
-    own_degree: int | None = None
 
     @functools.cached_property
     def model(self) -> TransformerFunctions:
@@ -66,7 +66,7 @@ class Setup:
 
     @functools.cached_property
     def flat(self) -> FlatMesh:
-        return flat_mesh(self.topology, jax.devices(), self.own_degree)
+        return flat_mesh(self.topology, jax.devices())
 
     @functools.cached_property
     def logical(self) -> PyTree:
@@ -293,9 +293,9 @@ def shapes_with(dim: int, text: str) -> set[tuple[int, ...]]:
 def test_full_logits_exist_on_no_device():
     s = setup(HEALTHY)
     alone = one_device.lower(s.model, s.logical, global_batch(0)).as_text()
-    assert (NUM_ROWS, SEQ_LEN, VOCAB_SIZE) in shapes_with(VOCAB_SIZE, alone)
+    assert (NUM_ROWS * SEQ_LEN, VOCAB_SIZE) in shapes_with(VOCAB_SIZE, alone)
     assert shapes_with(VOCAB_SIZE, s.text) == set()
-    assert (NUM_ROWS, SEQ_LEN, 65) in shapes_with(65, s.text)
+    assert (NUM_ROWS * SEQ_LEN, 65) in shapes_with(65, s.text)
     assert "all_gather" not in s.text
 
 
@@ -318,15 +318,18 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
 
 
 def test_the_backward_pass_of_a_layer_has_three_sums_beyond_those_of_tensor_parallelism():
-    def within_replicas(s: Setup) -> int:
-        groups = groups_of_sums(s.traced.jaxpr.jaxpr, in_reverse_scans=True)
-        assert set(groups) == {s.flat.tp_groups, s.flat.sum_groups}
-        return groups.count(s.flat.tp_groups)
-
     uneven = setup(HEALTHY.lose(0, 3))
-    of_healthy_replica = dataclasses.replace(uneven, own_degree=4)
+
+    def within_replicas(topology: Topology, own_degree: int | None = None) -> int:
+        training = Training.of(uneven.model, uneven.logical, uneven.partitions, optax.sgd(1.0))
+        generation = training.on(topology, own_degree)
+        traced, _ = generation.traced(row_shapes(SEQ_LEN), even_rows(topology))
+        groups = groups_of_sums(traced.jaxpr.jaxpr, in_reverse_scans=True)
+        assert set(groups) == {generation.flat.tp_groups, generation.flat.sum_groups}
+        return groups.count(generation.flat.tp_groups)
+
     # Pre-sync and post-sync.
-    assert within_replicas(of_healthy_replica) == within_replicas(setup(HEALTHY)) + 2
+    assert within_replicas(uneven.topology, own_degree=4) == within_replicas(HEALTHY) + 2
     # The sum over replicas is one of each array, which XLA makes one collective.
     text = uneven.grad_step.as_text() or ""
     sums = [line for line in text.splitlines() if re.search(r" all-reduce(-start)?\(", line)]
