@@ -38,12 +38,9 @@ class ReportNeededSpeedup:
         for replica in topology.order:
             degree = topology.degrees[replica]
             if degree < topology.nominal_tp:
-                speedup = self._needed(degree, topology.nominal_tp)
+                speedup = needed_speedup(self._shares, degree, topology.nominal_tp)
                 text = (
                     f"replica {replica} (TP {degree} of {topology.nominal_tp}) would need devices {speedup:.3f} times "
                     f"as fast to keep up with a full share of the batch (last step {step_times_s[replica]:.3f} s)"
                 )
                 self._emit(Note(step, text, "info"))
-
-    def _needed(self, degree: int, nominal_tp: int) -> float:
-        return needed_speedup(self._shares, degree, nominal_tp)

@@ -78,9 +78,7 @@ class TensorParallel:
         return _exit(x, self.groups)
 
     def psum(self, x: jax.Array) -> jax.Array:
-        """`x` summed over the group; its gradient is summed too. For values that differ from rank to rank on both
-        sides.
-        """
+        """`x` summed over the group; its gradient is summed too: for values that differ by rank on both sides."""
         return group_sum(x, self.groups)
 
     def max(self, x: jax.Array) -> jax.Array:

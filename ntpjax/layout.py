@@ -73,8 +73,7 @@ def nested_layout(num_units: int, nominal_tp: int, degree: int, group_size: int 
 
 
 class Family(Protocol):
-    """The units of one kind, which share their layouts at every degree. All of these are frozen dataclasses of
-    integers.
+    """The units of one kind, which share their layouts at every degree; a frozen dataclass of integers.
 
     A unit may be copied: held by several ranks of a compute layout. In the sync layout a copied unit has one owner.
     """
