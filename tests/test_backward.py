@@ -133,7 +133,7 @@ def shapes_kept(remat: Any) -> list[tuple[int, ...]]:
     def visit(jaxpr: Any) -> None:
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "scan" and not eqn.params["reverse"]:
-                found.extend(out.aval.shape for out in eqn.outvars[eqn.params["num_carry"] :])
+                found.extend(out.aval.shape for out in eqn.outvars)
             for value in eqn.params.values():
                 inner = getattr(value, "jaxpr", value)
                 if hasattr(inner, "eqns"):
