@@ -9,6 +9,7 @@ Example: degrees (4, 3) make a mesh of 7 positions, TP groups (0 1 2 3)(4 5 6) a
 """
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,8 @@ def emulate_cpu_devices(num_devices: int) -> None:
     # A collective in flight blocks a thread of XLA's pool. A device may have several in flight, so that a pool of one
     # thread a device can be used up before all devices have joined: a deadlock. XLA takes the pool's size from here.
     os.environ["NPROC"] = str(_NUM_THREADS_PER_DEVICE * num_devices)
+    # The compiler for CUDA (the extra `aot`) would report, whenever JAX starts, that there is no GPU.
+    logging.getLogger("jax_plugins.xla_cuda12").setLevel(logging.ERROR)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
 

@@ -132,6 +132,7 @@ class TpuDevice:
 
     id: int
     platform: str = "tpu"
+    process_index: int = 0
 
 
 def tpu_devices(count: int) -> list[TpuDevice]:

@@ -289,7 +289,9 @@ def test_after_an_interrupt_the_same_command_goes_on(
     process.send_signal(signal.SIGINT)
     _, message = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert message == "interrupted; the same command resumes from the newest checkpoint of the run\n"
+    # The compiler for CUDA of the extra `aot` says on its own that there is no GPU.
+    own_lines = [line for line in message.splitlines() if "cudart_stub" not in line and "InitializeLog" not in line]
+    assert own_lines == ["interrupted; the same command resumes from the newest checkpoint of the run"]
     assert step_lines(run_dir)[-1]["step"] < num_steps
     assert main("--config", config) == 0
     assert [line["step"] for line in step_lines(run_dir)] == list(range(1, num_steps + 1))
