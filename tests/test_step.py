@@ -335,8 +335,9 @@ def test_the_backward_pass_of_a_layer_has_three_sums_beyond_those_of_tensor_para
     sums = [line for line in text.splitlines() if re.search(r" all-reduce(-start)?\(", line)]
     over_replicas = [line for line in sums if "replica_groups={{0,4},{1,5},{2,6},{3}}" in line]
     assert len([line for line in over_replicas if "while/body" in line]) == 1
-    # And one each for the last two layers, and for the embedding with the last norm.
-    assert len(over_replicas) == 1 + 2 + 1
+    # And one each for the last two layers, and for the embedding with the last norm; on the CPU XLA joins some of them.
+    sums_of_all = groups_of_sums(uneven.traced.jaxpr.jaxpr, in_reverse_scans=False)
+    assert sums_of_all.count(uneven.flat.sum_groups) == 1 + 2 + 1
 
 
 # -- the old mesh ---------------------------------------------------------------------------------------------------
