@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ntpjax.backward import DEFAULTS, Blocks, Model, StepOptions, StepSums, local_gradients
+from ntpjax.layout import Family
 from ntpjax.mesh import AXIS, FlatMesh
 from ntpjax.packing import unit_id_table
 from ntpjax.partition import families_in
@@ -50,10 +51,15 @@ def make_init(
     Args:
       init: (key, unit ids for each family: [slots] int32, -1 for padding) to a rank's shard of the parameters.
     """
-    tables = {
-        family.name: np.concatenate([unit_id_table(family, degree, flat.slots(family)) for degree in flat.degrees])
-        for family in families_in(partitions)
-    }
+
+    def table(family: Family) -> np.ndarray:
+        slots = flat.slots(family)
+        # Devices of other processes have other slots.
+        nothing = {degree: np.full((degree, slots), -1, np.int32) for degree in flat.degrees}
+        own = {degree: unit_id_table(family, degree, slots) for degree in flat.own_degrees}
+        return np.concatenate([(nothing | own)[degree] for degree in flat.degrees])
+
+    tables = {family.name: table(family) for family in families_in(partitions)}
 
     def local(key: jax.Array) -> PyTree:
         position = lax.axis_index(AXIS)
