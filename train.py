@@ -204,7 +204,10 @@ def set_up_jax(run: RunConfig) -> Processes:
     Raises:
       ConfigError: if the emulated devices cannot be shared out among the processes.
     """
-    place = Place.from_environment()
+    try:
+        place = Place.from_environment()
+    except ValueError as error:
+        raise ConfigError([str(error)], source="environment") from error
     if run.cpu_devices is not None:
         if run.cpu_devices % place.count:
             raise ConfigError(

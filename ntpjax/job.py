@@ -15,7 +15,7 @@ from ntpjax.boost import BoostHook
 from ntpjax.checkpoint import Checkpoints
 from ntpjax.data import Batch, BatchStream, SampleOrder
 from ntpjax.policy import BatchPolicy, split_batch
-from ntpjax.processes import Processes
+from ntpjax.processes import Processes, ProcessesDifferError
 from ntpjax.records import CheckpointSaved, Note, Record
 from ntpjax.schedule import FailureSource
 from ntpjax.topology import Topology
@@ -115,7 +115,12 @@ def restored_state(job: Job, topology: Topology, checkpoints: Checkpoints, step:
 
 def start_running(job: Job, state: TrainState, services: Services) -> Running:
     """Programs compiled for the state's topology, and batches from where the state is."""
-    topology = state.topology
+    topology, mixed = state.topology, state.generation.flat.mixed_replicas
+    if mixed:
+        raise ProcessesDifferError(
+            f"replicas {mixed} are spread over several processes, one of which also has devices of another TP degree "
+            f"(TP {topology.degrees}); nothing was run. Start with one process for each replica or each device."
+        )
     rows = split_batch(job.batch_policy, job.batch_size, topology.degrees, topology.nominal_tp)
     stream = BatchStream(job.order, samples_seen=state.samples_seen, rows=rows)
     services.emit(Note(state.step, f"compiling the step for TP {'|'.join(map(str, topology.degrees))}", "info"))

@@ -96,6 +96,23 @@ class FlatMesh:
         """The process that speaks for all: the one with the lowest index that has devices here."""
         return min(self.processes)
 
+    @functools.cached_property
+    def mixed_replicas(self) -> tuple[int, ...]:
+        """Replicas spread over several processes, of which one also has devices of another TP degree.
+
+        Such a process computes a layer with other sums in the replica than the others do.
+        """
+        holders = [[self.mesh.devices[position].process_index for position in group] for group in self.tp_groups]
+        degrees_of: dict[int, set[int]] = {}
+        for group, processes in zip(self.tp_groups, holders, strict=True):
+            for process in processes:
+                degrees_of.setdefault(process, set()).add(len(group))
+        return tuple(
+            replica
+            for replica, processes in zip(self.topology.order, holders, strict=True)
+            if len(set(processes)) > 1 and any(len(degrees_of[process]) > 1 for process in processes)
+        )
+
     def slots(self, family: Family) -> int:
         """Slots of this process's buffers: the most units that a rank of its TP degrees computes with."""
         return max(family.compute_layout(degree).slots for degree in self.own_degrees)

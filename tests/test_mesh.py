@@ -157,3 +157,12 @@ def test_equal_replicas_are_accepted_on_tpu(degrees: tuple[int, ...]):
 def test_a_topology_with_more_devices_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="the topology has device 8, but there are only 8 devices"):
         flat_mesh(Topology.of_degrees((5, 4)), jax.devices())
+
+
+def test_a_replica_that_a_process_with_two_degrees_shares_is_found():
+    topology = Topology.of_degrees((3, 1))
+    shared = [TpuDevice(k, "cpu", process_index=k // 2) for k in range(4)]
+    apart = [TpuDevice(k, "cpu", process_index=k // 3) for k in range(4)]
+    assert flat_mesh(topology, shared).mixed_replicas == (0,)
+    assert flat_mesh(topology, apart).mixed_replicas == ()
+    assert flat_mesh(Topology.of_degrees((2, 2)), [TpuDevice(k, "cpu") for k in range(4)]).mixed_replicas == ()
