@@ -8,7 +8,7 @@ import functools
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from models.transformer import TransformerConfig, TransformerFunctions
+from ntpjax.ahead import Ahead, ThreadWorker, compile_ahead
+from ntpjax.ahead_process import ProcessWorker
 from ntpjax.boost import ReportNeededSpeedup
 from ntpjax.bpe import read_tokenizer
 from ntpjax.checkpoint import CheckpointError, Checkpoints
@@ -39,6 +41,7 @@ from ntpjax.optimizer import adamw, warmup_cosine
 from ntpjax.partition import partition_tree
 from ntpjax.policy import split_batch
 from ntpjax.processes import Place, Processes, ProcessesDifferError, exit_with
+from ntpjax.program_store import ProgramStore, identity_of
 from ntpjax.records import Note, Record, Sink
 from ntpjax.schedule import Event, Loss, Return, Schedule, schedule_problems, topology_after
 from ntpjax.sections import (
@@ -56,6 +59,8 @@ from ntpjax.text import ByteTokenizer, Source, Tokenizer, tokenize
 from ntpjax.topology import Topology
 from ntpjax.trainer import Trained, train
 from ntpjax.training import Training
+
+_CONFIG_FILE = "config.yaml"
 
 
 class Config(Section):
@@ -257,7 +262,8 @@ def _run(
             sink.emit(record)
 
     shares = work_shares(job.training.shapes["params"], job.training.partitions["params"])
-    services = Services(Schedule(config.events), ReportNeededSpeedup(shares, emit), checkpoints, processes, emit)
+    hook, ahead = ReportNeededSpeedup(shares, emit), _compile_ahead(config, job, processes, emit)
+    services = Services(Schedule(config.events), hook, checkpoints, processes, emit, ahead)
     try:
         if remark:
             emit(Note(step or 0, remark, "warning"))
@@ -266,13 +272,39 @@ def _run(
         state = restored_state(job, topology, checkpoints, step)
         return train(job, state, services, resumed_from=str(checkpoints.path(step)))
     finally:
+        if ahead:
+            ahead.close()
         if metrics:
             metrics.close()
 
 
+def _compile_ahead(config: Config, job: Job, processes: Processes, emit: Callable[[Record], None]) -> Ahead | None:
+    """Who compiles ahead: on the CPU one process for all, otherwise each process for itself."""
+    if not config.run.compile_ahead:
+        return None
+    devices_of: dict[int, list[int]] = {}
+    for number, device in enumerate(job.training.devices):
+        devices_of.setdefault(device.process_index, []).append(number)
+    if config.run.cpu_devices is None:
+        compile_next = functools.partial(
+            compile_ahead, job.training, job.row, job.num_rows, job.tp_min, [devices_of[processes.index]]
+        )
+        return Ahead(ThreadWorker(compile_next), emit)
+    if processes.index > 0:
+        return None
+    worker = ProcessWorker(
+        program=Path(__file__).absolute(),
+        config=config.run.dir / _CONFIG_FILE,
+        identity=job.training.store.identity,
+        processes=list(devices_of.values()),
+        log=config.run.dir / "compile_ahead.log",
+    )
+    return Ahead(worker, emit)
+
+
 def _open_metrics(config: Config, step: int | None) -> MetricsFile:
     """The metrics file of the run, beside a copy of its configuration."""
-    (config.run.dir / "config.yaml").write_text(yaml.safe_dump(_one_file(config), sort_keys=False))
+    (config.run.dir / _CONFIG_FILE).write_text(yaml.safe_dump(_one_file(config), sort_keys=False))
     try:
         return MetricsFile(config.run.dir / "metrics.jsonl", resume_step=step)
     except ValueError as error:
@@ -320,6 +352,9 @@ def blueprint(path: Path, overrides: Sequence[str] = ()) -> Blueprint:
 
 
 def make_training(config: Config, recipe: Recipe, devices: Sequence[Device]) -> Training:
+    sources = [Path(__file__), *Path(__file__).with_name("models").glob("*.py")]
+    settings = config.model_dump(mode="json", include={"model", "optimizer", "step"})
+    settings |= {"steps": config.run.steps, "dtype": config.run.dtype, "nominal_tp": config.topology.nominal_tp}
     return Training.of(
         recipe.model,
         recipe.params,
@@ -328,6 +363,7 @@ def make_training(config: Config, recipe: Recipe, devices: Sequence[Device]) -> 
         options=config.step.options,
         clip_norm=config.optimizer.clip_norm,
         devices=devices,
+        store=ProgramStore(config.run.dir / "programs", identity_of(settings, sources)),
     )
 
 

@@ -52,8 +52,9 @@ def compiled_collectives(
     plan = blueprint(CONFIG, settings)
     assert plan.training_on is not None and plan.num_rows is not None
     training = plan.training_on(target_devices("h200", sum(degrees)))
-    generation = training.on(Topology.of_degrees(degrees), own_degree=own_degree)
-    grad_step, _ = generation.traced(plan.row, plan.num_rows(degrees))
+    topology = Topology.of_degrees(degrees)
+    generation = training.on(topology, topology.devices_of_degree(own_degree))
+    grad_step = generation.traced(plan.row, plan.num_rows(degrees)).grad_step
     return collectives(compile_for_cuda(grad_step, **options).as_text() or "")
 
 

@@ -62,8 +62,8 @@ def training_of(nominal_tp: int, devices: list[Device], *, scale: int) -> Traini
 def cost(training: Training, degrees: tuple[int, ...], seq_len: int) -> Cost:
     """The cost of the program of a healthy replica in a job with these degrees; the other replica has no fewer rows."""
     topology = Topology.of_degrees(degrees)
-    generation = training.on(topology, own_degree=topology.nominal_tp)
-    traced, _ = generation.traced(row_shapes(seq_len), (2,) * len(degrees))
+    generation = training.on(topology, topology.devices_of_degree(topology.nominal_tp))
+    traced = generation.traced(row_shapes(seq_len), (2,) * len(degrees)).grad_step
     on_cpu = training.devices[0].platform == "cpu"
     compiled = traced.lower().compile() if on_cpu else compile_for_cuda(traced)
     text, memory = compiled.as_text() or "", compiled.memory_analysis()

@@ -15,13 +15,13 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from ntpjax.describe import format_bytes, format_degrees, format_seconds
+from ntpjax.describe import format_bytes, format_seconds
 from ntpjax.forecast import Blueprint
 from ntpjax.hlo import Collective, collectives, exposed, least_hidden, syncs_in_loop
 from ntpjax.mesh import Device
 from ntpjax.program import add_program_arguments, load_blueprint
 from ntpjax.targets import TARGETS, compile_for_cuda, target_devices
-from ntpjax.topology import Topology
+from ntpjax.topology import Topology, format_degrees
 
 
 def add_aot(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -114,9 +114,8 @@ def _trace_grad_step(
     if blueprint.training_on is None or blueprint.num_rows is None:
         raise ValueError("the program's blueprint must have `training_on`, `row` and `num_rows`; train.py sets them")
     topology = Topology.of_degrees(degrees, nominal_tp=max(blueprint.degrees))
-    generation = blueprint.training_on(devices).on(topology, own_degree=own_degree)
-    grad_step, _ = generation.traced(blueprint.row, blueprint.num_rows(degrees))
-    return grad_step
+    generation = blueprint.training_on(devices).on(topology, topology.devices_of_degree(own_degree))
+    return generation.traced(blueprint.row, blueprint.num_rows(degrees)).grad_step
 
 
 def _report(traced: jax.stages.Traced, degree: int) -> StepReport:

@@ -4,7 +4,6 @@ Layer 3. TP degrees are written one a replica, by replica id: "4|3" is replica 0
 """
 
 import math
-from collections import Counter
 
 from ntpjax.records import (
     CheckpointSaved,
@@ -16,8 +15,7 @@ from ntpjax.records import (
     StepDone,
     TopologyChanged,
 )
-
-_MAX_DEGREES_LISTED = 8
+from ntpjax.topology import format_degrees
 
 
 def describe(record: Record) -> str:
@@ -94,14 +92,6 @@ def summary_rows(record: RunEnded) -> list[tuple[str, str]]:
         ("run folder", record.run_dir),
     ]
     return rows if record.exit_code == 0 else [*rows, ("exit code", str(record.exit_code))]
-
-
-def format_degrees(degrees: tuple[int, ...]) -> str:
-    """Returns "4|3" for a few replicas, "63 replicas at 4, 1 at 3" for many."""
-    if len(degrees) <= _MAX_DEGREES_LISTED:
-        return "|".join(str(degree) for degree in degrees)
-    (degree, count), *rest = sorted(Counter(degrees).items(), reverse=True)
-    return ", ".join((f"{count} replicas at {degree}", *(f"{count} at {degree}" for degree, count in rest)))
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ntpjax.describe import body, describe, format_degrees, format_seconds, summary_rows
+from ntpjax.describe import body, describe, format_seconds, summary_rows
 from ntpjax.records import (
     CheckpointSaved,
     Evaluated,
@@ -31,6 +31,7 @@ from ntpjax.records import (
     StepDone,
     TopologyChanged,
 )
+from ntpjax.topology import format_degrees
 
 _MAX_EVENTS = 8
 _MAX_REPLICA_BARS = 8

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 
+from ntpjax.ahead import Ahead
 from ntpjax.boost import BoostHook
 from ntpjax.checkpoint import Checkpoints
 from ntpjax.data import Batch, BatchStream, SampleOrder
@@ -18,7 +19,7 @@ from ntpjax.policy import BatchPolicy, split_batch
 from ntpjax.processes import Processes, ProcessesDifferError
 from ntpjax.records import CheckpointSaved, Note, Record
 from ntpjax.schedule import FailureSource
-from ntpjax.topology import Topology
+from ntpjax.topology import Topology, format_degrees
 from ntpjax.training import Generation, Init, State, Training
 
 PyTree = Any
@@ -59,11 +60,19 @@ class Job:
     config: Mapping[str, Any]
     run_dir: str
 
+    def num_rows(self, topology: Topology) -> tuple[int, ...]:
+        """Rows of a global batch for each replica."""
+        return split_batch(self.batch_policy, self.batch_size, topology.degrees, topology.nominal_tp)
+
+    def is_compiled(self, generation: Generation) -> bool:
+        """Whether the programs for a topology are there, so that they need not be compiled."""
+        return generation.is_compiled(self.row, self.num_rows(generation.topology))
+
 
 @dataclass(frozen=True)
 class Services:
-    """What a run talks to: the failure source, the boost hook, the checkpoints, the other processes, and whoever takes
-    its records.
+    """What a run talks to: the failure source, the boost hook, the checkpoints, the other processes, who takes its
+    records, and who compiles ahead, if anybody does.
     """
 
     failures: FailureSource
@@ -71,6 +80,7 @@ class Services:
     checkpoints: Checkpoints
     processes: Processes
     emit: Callable[[Record], None]
+    ahead: Ahead | None = None
 
 
 @dataclass(frozen=True)
@@ -114,17 +124,19 @@ def restored_state(job: Job, topology: Topology, checkpoints: Checkpoints, step:
 
 
 def start_running(job: Job, state: TrainState, services: Services) -> Running:
-    """Programs compiled for the state's topology, and batches from where the state is."""
-    topology, mixed = state.topology, state.generation.flat.mixed_replicas
+    """Programs for the state's topology, compiled ahead or now, and batches from where the state is."""
+    generation, topology = state.generation, state.topology
+    mixed = generation.flat.mixed_replicas
     if mixed:
         raise ProcessesDifferError(
             f"replicas {mixed} are spread over several processes, one of which also has devices of another TP degree "
             f"(TP {topology.degrees}); nothing was run. Start with one process for each replica or each device."
         )
-    rows = split_batch(job.batch_policy, job.batch_size, topology.degrees, topology.nominal_tp)
+    rows = job.num_rows(topology)
     stream = BatchStream(job.order, samples_seen=state.samples_seen, rows=rows)
-    services.emit(Note(state.step, f"compiling the step for TP {'|'.join(map(str, topology.degrees))}", "info"))
-    programs = state.generation.compiled(job.row, rows) if state.generation.flat.own_positions else state.generation
+    doing = "loading the compiled step" if job.is_compiled(generation) else "compiling the step"
+    services.emit(Note(state.step, f"{doing} for TP {format_degrees(topology.degrees)}", "info"))
+    programs = generation.compiled(job.row, rows) if generation.flat.own_positions else generation
     services.processes.require_equal("sums over replicas", programs.sums)
     return Running(programs, rows, stream)
 

@@ -11,7 +11,7 @@ Example: degrees (4, 3) make a mesh of 7 positions, TP groups (0 1 2 3)(4 5 6) a
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,12 +157,12 @@ def emulate_cpu_devices(num_devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
-def flat_mesh(topology: Topology, devices: Sequence[Device], own_degree: int | None = None) -> FlatMesh:
+def flat_mesh(topology: Topology, devices: Sequence[Device], own_devices: Collection[int] | None = None) -> FlatMesh:
     """The flat mesh of `topology`, whose device number `k` is `devices[k]`.
 
     Args:
-      own_degree: what a process that has all replicas of this TP degree would see, on devices that are compiled for but
-        not run on. By default the own positions are those of this process's devices.
+      own_devices: what the process that has the devices of these numbers sees, to compile for it. By default they are
+        those of this process.
 
     Raises:
       ValueError: if there are too few devices, or on TPU with replicas of unequal degree, which its compiler refuses.
@@ -174,10 +174,7 @@ def flat_mesh(topology: Topology, devices: Sequence[Device], own_degree: int | N
             f"TP degrees {topology.degrees} are uneven, and the TPU compiler refuses collectives over uneven groups; "
             "use GPUs or CPUs, or give every replica the same degree."
         )
-    chosen = [devices[number] for number in topology.devices]
-    if own_degree is None:
-        own = [device.process_index == jax.process_index() for device in chosen]
-    else:
-        own = [topology.degrees[replica] == own_degree for replica in topology.owners]
-    own_positions = tuple(position for position, is_own in enumerate(own) if is_own)
-    return FlatMesh(Mesh(np.array(chosen), (AXIS,)), topology, own_positions)
+    if own_devices is None:
+        own_devices = {n for n in topology.devices if devices[n].process_index == jax.process_index()}
+    own_positions = tuple(position for position, number in enumerate(topology.devices) if number in own_devices)
+    return FlatMesh(Mesh(np.array([devices[n] for n in topology.devices]), (AXIS,)), topology, own_positions)

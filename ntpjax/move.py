@@ -22,8 +22,10 @@ from ntpjax.mesh import AXIS, FlatMesh
 from ntpjax.packing import gather_units, unit_sources
 from ntpjax.partition import Partition, families_in
 from ntpjax.plan import Move, exchange_of_moves, plan_change
+from ntpjax.program_store import NOWHERE, Program, ProgramStore
 
 PyTree = Any
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,20 @@ class Moved:
     source: str
 
 
-def move_state(state: PyTree, partitions: PyTree, old: FlatMesh, new: FlatMesh) -> tuple[PyTree, Moved]:
+def move_state(
+    state: PyTree, partitions: PyTree, old: FlatMesh, new: FlatMesh, store: ProgramStore = NOWHERE
+) -> tuple[PyTree, Moved]:
     """`state`, which lies on `old`, laid out on `new`.
 
     Args:
       state: arrays [old devices, ...] with the partitions `partitions`. Only buffers of devices in `new` are read.
+      store: where the programs are that do it.
 
     Raises:
       NoHolderError: if some unit was on lost devices only.
     """
     plans = {family: _FamilyPlan.of(family, old, new) for family in families_in(partitions)}
+    get_exchange = functools.cache(lambda *of: store.get(_exchange_program(new, *of)))
     num_bytes = 0
 
     def move(array: jax.Array, part: Partition) -> jax.Array:
@@ -54,11 +60,11 @@ def move_state(state: PyTree, partitions: PyTree, old: FlatMesh, new: FlatMesh) 
         joined = _from_survivors(array, old, new)
         if not new.own_positions:
             return new.assemble([], _with_slots(joined, part, plan.new_slots))
-        # All processes take part in moves, or none does.
-        if not plan.moves and all(plan.keeps[p] for p in new.own_positions):
+        if plan.keeps_all(new.own_positions):
             return joined
+        exchange = get_exchange(joined.shape, joined.dtype, part, plan.tables.give.shape, plan.tables.take.shape)
         give, take = (new.place(list(table).__getitem__) for table in (plan.tables.give, plan.tables.take))
-        before, after = new.shards(joined), new.shards(_exchange(joined, give, take, part, new.mesh))
+        before, after = new.shards(joined), new.shards(exchange(joined, give, take))
         # Who keeps all units in their slots keeps the very buffer.
         shards = [before[p] if plan.keeps[p] else after[p] for p in new.own_positions]
         return new.assemble(shards, _with_slots(joined, part, plan.new_slots))
@@ -66,6 +72,19 @@ def move_state(state: PyTree, partitions: PyTree, old: FlatMesh, new: FlatMesh) 
     moved = jax.block_until_ready(jax.tree.map(move, state, partitions))
     moves = [(move, new.replica_of) for plan in plans.values() for move in plan.moves]
     return moved, Moved(len(moves), num_bytes, _describe_sources(moves))
+
+
+def compile_moves(state: PyTree, partitions: PyTree, old: FlatMesh, new: FlatMesh, store: ProgramStore) -> None:
+    """Compiles what `move_state` runs, for the store; of `state` only shapes and types are needed."""
+    plans = {family: _FamilyPlan.of(family, old, new) for family in families_in(partitions)}
+
+    def compile_move(array: jax.ShapeDtypeStruct, part: Partition) -> None:
+        plan, shape = plans[part.family], (new.num_devices, *array.shape[1:])
+        if new.own_positions and not plan.keeps_all(new.own_positions):
+            tables = plan.tables
+            store.add(_exchange_program(new, shape, array.dtype, part, tables.give.shape, tables.take.shape))
+
+    jax.tree.map(compile_move, state, partitions)
 
 
 def collect(state: PyTree, partitions: PyTree, flat: FlatMesh, positions: Sequence[int], *, keep: bool) -> PyTree:
@@ -115,6 +134,10 @@ class _FamilyPlan:
         keeps = tuple(have == want and old_slots == new_slots for have, want in pairs)
         return cls(change.moves, tables, old_slots, new_slots, keeps)
 
+    def keeps_all(self, positions: Sequence[int]) -> bool:
+        """Whether nothing is to be done at these positions. All processes take part in moves, or none does."""
+        return not self.moves and all(self.keeps[position] for position in positions)
+
     def bytes_of_unit(self, array: jax.Array) -> int:
         return array.nbytes // array.shape[0] // self.old_slots
 
@@ -135,6 +158,16 @@ def _with_slots(array: jax.Array, part: Partition, slots: int) -> jax.ShapeDtype
     if part.family != REPLICATED:
         shape[part.dim] = slots * part.unit_size
     return jax.ShapeDtypeStruct(tuple(shape), array.dtype)
+
+
+def _exchange_program(
+    new: FlatMesh, shape: Shape, dtype: jnp.dtype, part: Partition, give: Shape, take: Shape
+) -> Program:
+    """`_exchange` of an array [new devices, ...] and tables of these shapes."""
+    arguments = ((shape, dtype), (give, np.int32), (take, np.int32))
+    arrays = [jax.ShapeDtypeStruct(*argument, sharding=new.sharding) for argument in arguments]
+    key = f"exchange of {shape} {dtype} {part}, through {give} to {take}"
+    return Program(key, new.mesh.devices.tolist(), lambda: _exchange.lower(*arrays, part, new.mesh).compile())
 
 
 @functools.partial(jax.jit, static_argnames=("part", "mesh"))

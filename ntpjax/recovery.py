@@ -94,7 +94,7 @@ def _change(
         with _timed(phases_s, "restore"):
             state = _newest_checkpoint(job, topology, changes, error, services)
             moved, rolled_back_to = Moved(0, 0, "checkpoint"), state.step
-    with _timed(phases_s, "compile"):
+    with _timed(phases_s, "load" if job.is_compiled(state.generation) else "compile"):
         running = start_running(job, state, services)
     services.emit(
         TopologyChanged(

@@ -91,6 +91,9 @@ class RunConfig(Section):
         default=None, ge=1, description="Emulate this many devices on the CPU; null: real ones."
     )
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Type of parameters and computation.")
+    compile_ahead: bool = Field(
+        default=True, description="Compile in the background for the losses and returns that may come next."
+    )
 
 
 class TopologyConfig(Section):

@@ -5,7 +5,10 @@ layouts at its end: the device with the last rank takes the lost rank. A device 
 the canonical order replicas stand by degree, healthy first, so that *which* device failed does not change the program.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
+
+_MAX_DEGREES_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,14 @@ class Topology:
         """
         return tuple(r for r in self.order for _ in self.replicas[r])
 
+    def devices_of_degree(self, degree: int) -> tuple[int, ...]:
+        """The devices of all replicas of a TP degree.
+
+        >>> Topology.of_degrees((4, 3)).devices_of_degree(3)
+        (4, 5, 6)
+        """
+        return tuple(device for devices in self.replicas if len(devices) == degree for device in devices)
+
     def lose(self, replica: int, rank: int) -> "Topology":
         """The topology without one device; the replica's last device takes the lost rank.
 
@@ -126,6 +137,22 @@ class Topology:
             topology = replace(filled, spares=topology.spares[1:])
         return topology
 
+    def next_topologies(self) -> tuple["Topology", ...]:
+        """What may come next, the likeliest first: a replica loses a device, or a reduced one has one back.
+
+        Replicas of equal degree are alike, so that of each degree the first one stands for all. Which rank is lost does
+        not matter for the degrees, only for what has to move: the last ranks come first.
+
+        >>> [topology.degrees for topology in Topology.of_degrees((2, 2)).next_topologies()]
+        [(1, 2), (1, 2)]
+        """
+        alike = {degree: replica for replica, degree in reversed(list(enumerate(self.degrees)))}
+        back = {self.degrees[replica]: replica for replica, _ in reversed(self.lost)}
+        last = [self.lose(replica, degree - 1) for degree, replica in sorted(alike.items()) if degree]
+        others = [self.lose(replica, rank) for degree, replica in sorted(alike.items()) for rank in range(degree - 1)]
+        found = [*reversed(last), *(self.restore(replica) for replica in back.values()), *others]
+        return tuple(topology.use_spares() for topology in found if any(topology.degrees))
+
     def _replica(self, replica: int) -> tuple[int, ...]:
         if not 0 <= replica < len(self.replicas):
             rule = f"must be at least 0 and below the number of replicas (={len(self.replicas)})"
@@ -134,3 +161,11 @@ class Topology:
 
     def _with(self, replica: int, devices: tuple[int, ...]) -> "Topology":
         return replace(self, replicas=(*self.replicas[:replica], devices, *self.replicas[replica + 1 :]))
+
+
+def format_degrees(degrees: tuple[int, ...]) -> str:
+    """Returns "4|3" for a few replicas, "63 replicas at 4, 1 at 3" for many."""
+    if len(degrees) <= _MAX_DEGREES_LISTED:
+        return "|".join(str(degree) for degree in degrees)
+    (degree, count), *rest = sorted(Counter(degrees).items(), reverse=True)
+    return ", ".join((f"{count} replicas at {degree}", *(f"{count} at {degree}" for degree, count in rest)))

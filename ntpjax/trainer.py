@@ -91,6 +91,8 @@ def _advance(
         return state, running, replace(tally, num_losses=num_losses, num_lost_steps=num_lost_steps)
     services.emit(done)
     services.hook.between_steps(state.step, state.topology, step_times_s)
+    if services.ahead:
+        services.ahead.between_steps(state.step, state.topology)
     if _due(job.eval_every, state.step, job.num_steps):
         services.emit(_evaluate(job, state, running, services))
     report_saved(services, services.checkpoints.saved())

@@ -11,9 +11,10 @@
 `ntpjax.trainer` is built on the same two, with data, checkpoints and failures around them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ntpjax.backward import DEFAULTS, Model, StepOptions, StepSums
 from ntpjax.layout import REPLICATED
 from ntpjax.mesh import Device, FlatMesh, flat_mesh
-from ntpjax.move import Moved, collect, move_state
+from ntpjax.move import Moved, collect, compile_moves, move_state
 from ntpjax.optimizer import require_elementwise, state_partitions
 from ntpjax.packing import pack, unpack
 from ntpjax.partition import Partition, path_name
+from ntpjax.program_store import NOWHERE, Program, ProgramStore
 from ntpjax.replicas import sums_over_replicas
 from ntpjax.step import make_apply_step, make_eval_step, make_grad_step, make_init, make_optimizer_init
 from ntpjax.targets import CUDA_OPTIONS
@@ -51,6 +53,7 @@ class Training:
       options: how a step computes.
       clip_norm: the gradient of the mean loss is clipped to this global norm; None for no clipping.
       devices: all devices; the numbers in a topology count them.
+      store: where compiled programs are kept.
     """
 
     model: Model
@@ -60,6 +63,7 @@ class Training:
     options: StepOptions
     clip_norm: float | None
     devices: tuple[Device, ...]
+    store: ProgramStore = NOWHERE
 
     @classmethod
     def of(
@@ -72,11 +76,13 @@ class Training:
         options: StepOptions = DEFAULTS,
         clip_norm: float | None = None,
         devices: Sequence[Device] | None = None,
+        store: ProgramStore = NOWHERE,
     ) -> "Training":
         """The training of a model with parameters like `params` (arrays or shapes), cut as `partitions` say.
 
         Args:
           devices: by default all that JAX finds.
+          store: of an identity that differs where any of the others do (see `ntpjax.program_store`).
 
         Raises:
           ValueError: if the optimizer may not run on shards, or the parameters are not `ends` and stacked `layers`.
@@ -92,15 +98,16 @@ class Training:
             options=options,
             clip_norm=clip_norm,
             devices=tuple(jax.devices() if devices is None else devices),
+            store=store,
         )
 
-    def on(self, topology: Topology, own_degree: int | None = None) -> "Generation":
+    def on(self, topology: Topology, own_devices: Collection[int] | None = None) -> "Generation":
         """The programs for a topology; they are compiled when they are first used.
 
         Args:
-          own_degree: to compile what a process runs whose devices have this TP degree (see `flat_mesh`).
+          own_devices: to compile what the process that has these devices runs (see `flat_mesh`).
         """
-        flat, partitions = flat_mesh(topology, self.devices, own_degree), self.partitions["params"]
+        flat, partitions = flat_mesh(topology, self.devices, own_devices), self.partitions["params"]
         return Generation(
             training=self,
             flat=flat,
@@ -175,7 +182,7 @@ class Generation:
         Raises:
           NoHolderError: if some unit was on lost devices only.
         """
-        return move_state(state, self.training.partitions, old.flat, self.flat)
+        return move_state(state, self.training.partitions, old.flat, self.flat, self.training.store)
 
     def batch(self, rows: PyTree, num_rows: Sequence[int] | None = None) -> PyTree:
         """Rows of each replica, arrays [num_replicas, rows, ...] by replica id, on the devices of the replicas.
@@ -221,8 +228,8 @@ class Generation:
         params, opt_state = self.apply_step(state["params"], state["opt_state"], grads, sums)
         return {"params": params, "opt_state": opt_state}, sums
 
-    def traced(self, row: PyTree, num_rows: Sequence[int]) -> tuple[jax.stages.Traced, jax.stages.Traced]:
-        """`grad_step` and `apply_step` traced, to be compiled: no array is needed.
+    def traced(self, row: PyTree, num_rows: Sequence[int]) -> "Programs":
+        """The programs traced, to be compiled: no array is needed.
 
         Args:
           row: shapes and types of one row of a batch.
@@ -236,16 +243,39 @@ class Generation:
         grads = jax.tree.map(lambda x: shape(x.shape, x.dtype, sharding=sharding), grads)
         whole = NamedSharding(self.flat.mesh, PartitionSpec())
         sums = jax.tree.map(lambda x: shape(x.shape, x.dtype, sharding=whole), sums)
-        return grad_step, self.apply_step.trace(state["params"], state["opt_state"], grads, sums)
+        apply_step = self.apply_step.trace(state["params"], state["opt_state"], grads, sums)
+        return Programs(grad_step, apply_step, self.eval_step.trace(state["params"], batch))
 
     def compiled(self, row: PyTree, num_rows: Sequence[int]) -> "Generation":
-        """The same with `grad_step` and `apply_step` compiled now; arguments as those of `traced`."""
+        """The same with the programs compiled now, or found in the store; arguments as those of `traced`."""
+        programs = Programs(*map(self.training.store.get, self._programs(row, num_rows)))
+        return replace(self, **programs._asdict(), sums=sums_over_replicas(programs.grad_step.as_text() or ""))
+
+    def is_compiled(self, row: PyTree, num_rows: Sequence[int]) -> bool:
+        """Whether the store has all that `compiled` needs."""
+        return all(program in self.training.store for program in self._programs(row, num_rows))
+
+    def compile_ahead(self, row: PyTree, num_rows: Sequence[int], old: "Generation") -> None:
+        """Compiles for the store what `compiled` needs, and what `take` needs for a state of `old`."""
+        training = self.training
+        for program in self._programs(row, num_rows):
+            training.store.add(program)
+        state = jax.tree.map(old.resting, training.shapes, training.partitions)
+        compile_moves(state, training.partitions, old.flat, self.flat, training.store)
+
+    def _programs(self, row: PyTree, num_rows: Sequence[int]) -> "Programs":
         options = dict(CUDA_OPTIONS) if self.flat.mesh.devices[0].platform == "gpu" else {}
-        programs = self.traced(row, num_rows)
-        grad_step, apply_step = (traced.lower().compile(compiler_options=options) for traced in programs)
-        return replace(
-            self, grad_step=grad_step, apply_step=apply_step, sums=sums_over_replicas(grad_step.as_text() or "")
-        )
+        traced = functools.cache(lambda: self.traced(row, num_rows))
+        # Which devices the replicas have does not matter: their degrees do, and which of them are this process's.
+        of = f"of TP {self.flat.degrees} for {self.flat.own_degrees} with {self.own_rows(num_rows)} rows of {row}"
+
+        def program(name: str) -> Program:
+            def compile_now() -> jax.stages.Compiled:
+                return getattr(traced(), name).lower().compile(compiler_options=options)
+
+            return Program(f"{name} {of}", self.flat.mesh.devices.tolist(), compile_now)
+
+        return Programs(*map(program, Programs._fields))
 
     def resting(self, leaf: jax.ShapeDtypeStruct, part: Partition) -> jax.ShapeDtypeStruct:
         """How an array of the state lies on the flat mesh, from its logical shape."""
@@ -256,6 +286,14 @@ class Generation:
 
     def _with_moments(self, params: PyTree) -> State:
         return {"params": params, "opt_state": make_optimizer_init(self.training.optimizer, self.flat)(params)}
+
+
+class Programs(NamedTuple):
+    """The programs of a generation, in one of the forms that they take until they run."""
+
+    grad_step: Any
+    apply_step: Any
+    eval_step: Any
 
 
 def deal_rows(batch: PyTree, rows: Sequence[int]) -> PyTree:

@@ -26,8 +26,9 @@ NUM_LAYERS, SIZE = 4, 1024
 class Training:
     devices: tuple
 
-    def on(self, topology, own_degree):
+    def on(self, topology, own_devices):
         assert len(self.devices) == sum(topology.degrees) and topology.nominal_tp == 8
+        (own_degree,) = {topology.degrees[topology.owners[topology.devices.index(n)]] for n in own_devices}
         return Generation(self, topology, own_degree)
 
 
@@ -62,7 +63,7 @@ class Generation:
 
         rows = num_rows[self.topology.degrees.index(degree)] * row["tokens"].shape[0]
         step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-        return step.trace(array(NUM_LAYERS, SIZE, SIZE), array(rows, SIZE)), None
+        return SimpleNamespace(grad_step=step.trace(array(NUM_LAYERS, SIZE, SIZE), array(rows, SIZE)))
 
 
 def blueprint(path, overrides):

@@ -127,7 +127,7 @@ def test_only_the_last_microbatch_is_summed_over_replicas():
 def shapes_kept(remat: Any) -> list[tuple[int, ...]]:
     """Shapes of what the forward loop stacks over the layers, of which there are 7."""
     trained, _ = training(StepOptions(remat=remat), num_layers=7, dtype="float32")
-    traced, _ = trained.on(EVEN).traced(row_shapes(SEQ_LEN), (2, 2))
+    traced = trained.on(EVEN).traced(row_shapes(SEQ_LEN), (2, 2)).grad_step
     found: list[tuple[int, ...]] = []
 
     def visit(jaxpr: Any) -> None:
@@ -186,8 +186,10 @@ def of_process(degree: int, devices: Any) -> tuple[str, ...]:
     shapes, partitions = trained.shapes["params"], partition_tree(trained.shapes["params"], model.rules, 8)  # type: ignore
     schedule = warmup_cosine(learning_rate=1e-3, warmup_steps=0, num_steps=10, final_fraction=0.1)
     optimizer = adamw(schedule, partitions, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
-    here = Training.of(model, shapes, partitions, optimizer, devices=devices).on(Topology.of_degrees((8, 7)), degree)
-    return sums_over_replicas(compile_for_cuda(here.traced(row_shapes(SEQ_LEN), (2, 2))[0]).as_text() or "")
+    topology = Topology.of_degrees((8, 7))
+    trained = Training.of(model, shapes, partitions, optimizer, devices=devices)
+    here = trained.on(topology, topology.devices_of_degree(degree))
+    return sums_over_replicas(compile_for_cuda(here.traced(row_shapes(SEQ_LEN), (2, 2)).grad_step).as_text() or "")
 
 
 def test_processes_of_unequal_degree_sum_the_same_in_the_same_order():

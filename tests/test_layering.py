@@ -12,10 +12,10 @@ import pytest
 
 LAYERS = {
     0: "layout plan topology policy schedule records exit_codes ledger hlo hlo_text",
-    1: "mesh partition packing collectives power health membership processes checkpoint text bpe data metrics simulator"
-    " targets",
-    2: "replicas backward step optimizer move training forecast boost job recovery trainer",
-    3: "config sections describe display report program plan_command aot_command cli launch __main__",
+    1: "mesh partition packing collectives executables program_store power health membership processes checkpoint text"
+    " bpe data metrics simulator targets",
+    2: "replicas backward step optimizer move training ahead forecast boost job recovery trainer",
+    3: "config sections describe display report program plan_command aot_command cli launch ahead_process __main__",
     4: "__init__",  # gathers the public names of all the others
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}

@@ -99,7 +99,7 @@ def test_each_device_really_has_one_part_and_it_is_its_own(degrees: tuple[int, .
 
 def test_a_process_sees_its_own_degree_only_and_has_room_for_that_only():
     family, topology = Split("units", 12, nominal_tp=4), Topology.of_degrees((4, 3))
-    healthy, reduced = (flat_mesh(topology, jax.devices(), own_degree=degree) for degree in (4, 3))
+    healthy, reduced = (flat_mesh(topology, jax.devices(), topology.devices_of_degree(tp)) for tp in (4, 3))
     assert (healthy.own_positions, reduced.own_positions) == ((0, 1, 2, 3), (4, 5, 6))
     assert (healthy.slots(family), reduced.slots(family)) == (3, 4)
     both = mesh_of((4, 3))

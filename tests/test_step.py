@@ -320,16 +320,16 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
 def test_the_backward_pass_of_a_layer_has_three_sums_beyond_those_of_tensor_parallelism():
     uneven = setup(HEALTHY.lose(0, 3))
 
-    def within_replicas(topology: Topology, own_degree: int | None = None) -> int:
+    def within_replicas(topology: Topology, own_degree: int) -> int:
         training = Training.of(uneven.model, uneven.logical, uneven.partitions, optax.sgd(1.0))
-        generation = training.on(topology, own_degree)
-        traced, _ = generation.traced(row_shapes(SEQ_LEN), even_rows(topology))
+        generation = training.on(topology, topology.devices_of_degree(own_degree))
+        traced = generation.traced(row_shapes(SEQ_LEN), even_rows(topology)).grad_step
         groups = groups_of_sums(traced.jaxpr.jaxpr, in_reverse_scans=True)
         assert set(groups) == {generation.flat.tp_groups, generation.flat.sum_groups}
         return groups.count(generation.flat.tp_groups)
 
     # Pre-sync and post-sync.
-    assert within_replicas(uneven.topology, own_degree=4) == within_replicas(HEALTHY) + 2
+    assert within_replicas(uneven.topology, own_degree=4) == within_replicas(HEALTHY, own_degree=4) + 2
     # The sum over replicas is one of each array, which XLA makes one collective.
     text = uneven.grad_step.as_text() or ""
     sums = [line for line in text.splitlines() if re.search(r" all-reduce(-start)?\(", line)]
