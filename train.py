@@ -43,7 +43,7 @@ from ntpjax.policy import split_batch
 from ntpjax.processes import Place, Processes, ProcessesDifferError, exit_with
 from ntpjax.program_store import ProgramStore, identity_of
 from ntpjax.records import Note, Record, Sink
-from ntpjax.schedule import Event, Loss, Return, Schedule, schedule_problems, topology_after
+from ntpjax.schedule import Event, FailureSource, Loss, Return, Schedule, schedule_problems, topology_after
 from ntpjax.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -225,17 +225,22 @@ def set_up_jax(run: RunConfig) -> Processes:
     return place.join()
 
 
-def run(config: Config, tokens: Tokens, processes: Processes, *sinks: Sink) -> Trained:
+def run(
+    config: Config, tokens: Tokens, processes: Processes, *sinks: Sink, failures: FailureSource | None = None
+) -> Trained:
     """Trains as `config` says, from its newest checkpoint if there is one. Every record goes to `sinks` and to a file.
 
     Of several processes, the first one reports.
+
+    Args:
+      failures: tells of losses and returns, by default those that are scheduled in `config`.
 
     Raises:
       ConfigError: if there are too few devices, or the checkpoint is of another run.
       CheckpointError: if the checkpoint cannot be read.
     """
     with closing(_open_checkpoints(config, processes)) as checkpoints:
-        return _run(config, tokens, checkpoints, processes, sinks)
+        return _run(config, tokens, checkpoints, processes, sinks, failures or Schedule(config.events))
 
 
 def _open_checkpoints(config: Config, processes: Processes) -> Checkpoints:
@@ -247,7 +252,12 @@ def _open_checkpoints(config: Config, processes: Processes) -> Checkpoints:
 
 
 def _run(
-    config: Config, tokens: Tokens, checkpoints: Checkpoints, processes: Processes, sinks: Sequence[Sink]
+    config: Config,
+    tokens: Tokens,
+    checkpoints: Checkpoints,
+    processes: Processes,
+    sinks: Sequence[Sink],
+    failures: FailureSource,
 ) -> Trained:
     # What the first process sees, for it may save another before the others look.
     step = json.loads(processes.told_by(0, json.dumps(checkpoints.latest_step())))
@@ -263,7 +273,7 @@ def _run(
 
     shares = work_shares(job.training.shapes["params"], job.training.partitions["params"])
     hook, ahead = ReportNeededSpeedup(shares, emit), _compile_ahead(config, job, processes, emit)
-    services = Services(Schedule(config.events), hook, checkpoints, processes, emit, ahead)
+    services = Services(failures, hook, checkpoints, processes, emit, ahead)
     try:
         if remark:
             emit(Note(step or 0, remark, "warning"))
@@ -285,7 +295,7 @@ def _compile_ahead(config: Config, job: Job, processes: Processes, emit: Callabl
     devices_of: dict[int, list[int]] = {}
     for number, device in enumerate(job.training.devices):
         devices_of.setdefault(device.process_index, []).append(number)
-    if config.run.cpu_devices is None:
+    if job.training.devices[0].platform != "cpu":
         compile_next = functools.partial(
             compile_ahead, job.training, job.row, job.num_rows, job.tp_min, [devices_of[processes.index]]
         )

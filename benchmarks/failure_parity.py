@@ -52,6 +52,7 @@ def load_config(path: Path, run_dir: Path, losses: tuple[str, ...], returns: tup
         f"run.dir={run_dir}",
         f"run.steps={NUM_STEPS}",
         "run.dtype=float64",
+        "run.compile_ahead=false",
         "eval.every=0",
         f"schedule.fail={list(losses)}",
         f"schedule.restore={list(returns)}",

@@ -126,7 +126,6 @@ class Generation:
       apply_step: (params, opt_state, grads, sums) to the next parameters and optimizer state; local, donates the first
         two.
       eval_step: (params, batch) to the sum of the losses and of the weights.
-      sums: what the compiled `grad_step` sums over replicas, in order; the same in the programs of all processes.
     """
 
     training: Training
@@ -134,11 +133,19 @@ class Generation:
     grad_step: Any
     apply_step: Any
     eval_step: Any
-    sums: tuple[str, ...] | None = None
 
     @property
     def topology(self) -> Topology:
         return self.flat.topology
+
+    @property
+    def sums(self) -> tuple[str, ...] | None:
+        """What the compiled `grad_step` sums over replicas, in order; the same in the programs of all processes.
+
+        None where it is not compiled, as in a process without devices.
+        """
+        is_compiled = isinstance(self.grad_step, jax.stages.Compiled)
+        return sums_over_replicas(self.grad_step.as_text() or "") if is_compiled else None
 
     @property
     def is_leader(self) -> bool:
@@ -249,7 +256,7 @@ class Generation:
     def compiled(self, row: PyTree, num_rows: Sequence[int]) -> "Generation":
         """The same with the programs compiled now, or found in the store; arguments as those of `traced`."""
         programs = Programs(*map(self.training.store.get, self._programs(row, num_rows)))
-        return replace(self, **programs._asdict(), sums=sums_over_replicas(programs.grad_step.as_text() or ""))
+        return replace(self, **programs._asdict())
 
     def is_compiled(self, row: PyTree, num_rows: Sequence[int]) -> bool:
         """Whether the store has all that `compiled` needs."""

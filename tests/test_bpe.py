@@ -214,7 +214,7 @@ def config(folder: Path, tokenizer: Path | None, vocab_size: int) -> Config:
     (folder / "text.txt").write_text(TEXT)
     heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 2}
     sections = {
-        "run": {"dir": folder / "run", "steps": 1},
+        "run": {"dir": folder / "run", "steps": 1, "compile_ahead": False},
         "topology": {"replicas": 1, "tp": 1},
         "model": {"vocab_size": vocab_size, "d_model": 4, "num_layers": 1, "ffn_dim": 4, "ffn_unit": 2, **heads},
         "batch": {"size": 1},

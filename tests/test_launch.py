@@ -23,7 +23,7 @@ def write_config(folder: Path, run_dir: str) -> Path:
     """Two replicas of two devices. Replica 1 loses both of its devices in turn, so that a process is left with none."""
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     config = {
-        "run": {"dir": str(folder / run_dir), "steps": 6, "dtype": "float64", "cpu_devices": 4},
+        "run": {"dir": str(folder / run_dir), "steps": 6, "dtype": "float64", "cpu_devices": 4, "compile_ahead": False},
         "topology": {"replicas": 2, "tp": 2, "tp_min": 0},
         "model": {
             "vocab_size": 257,

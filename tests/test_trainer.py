@@ -65,7 +65,7 @@ def settings(folder: Path, tp: int | list[int], **changes: Mapping[str, Any]) ->
     folder.mkdir(parents=True, exist_ok=True)
     text.write_text(TEXT, encoding="utf-8")
     sections: dict[str, dict[str, Any]] = {
-        "run": {"dir": str(folder), "steps": NUM_STEPS, "dtype": "float64"},
+        "run": {"dir": str(folder), "steps": NUM_STEPS, "dtype": "float64", "compile_ahead": False},
         "topology": {"replicas": len(tp) if isinstance(tp, list) else 1, "tp": tp},
         "model": {
             "vocab_size": 257,
