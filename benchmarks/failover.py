@@ -29,7 +29,7 @@ CONFIG = ROOT / "configs" / "demo.yaml"
 NUM_LOSSES = 5
 NUM_RESTARTS = 3
 NUM_COLD = 2
-NUM_QUIET_STEPS = 20
+NUM_QUIET_STEPS = 100
 CHECKPOINT_EVERY = 10
 NO_EVENTS = ("schedule.fail=[]", "schedule.restore=[]", "eval.every=0", "run.steps=100000")
 

@@ -9,9 +9,11 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +27,7 @@ from ntpjax.mesh import emulate_cpu_devices
 from ntpjax.program import load_blueprint
 from ntpjax.topology import Topology
 
-_GRACE_S = 10.0
+_RUN_S, _STOP_S = 1.0, 0.5
 
 
 @final
@@ -68,14 +70,9 @@ class ProcessWorker:
     def close(self) -> None:
         if self._process is None:
             return
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        # Its files get their names when they are whole.
+        self._process.kill()
+        self._process.wait()
 
     def _start(self) -> subprocess.Popen[str]:
         environment = {
@@ -90,10 +87,13 @@ class ProcessWorker:
                 stderr=log,
                 env=os.environ | environment,
                 text=True,
-                start_new_session=True,  # Ctrl-C is for the training process, which closes this one
+                # Ctrl-C is for the training process, which closes this one. In a session of its own it would not be
+                # ended by the system if it is stopped when the training process is killed.
+                process_group=0,
             )
         _yield_cpu(process.pid)
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        threading.Thread(target=_pace, args=(process,), daemon=True).start()
         return process
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
@@ -108,6 +108,15 @@ def _yield_cpu(pid: int) -> None:
         os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
     else:
         os.setpriority(os.PRIO_PROCESS, pid, 19)
+
+
+def _pace(process: subprocess.Popen[str]) -> None:
+    """Stops the process part of the time: steps on all cores suffer from whatever runs between them."""
+    while process.poll() is None:
+        time.sleep(_RUN_S)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(_STOP_S)
+        process.send_signal(signal.SIGCONT)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import os
 import pickle
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -25,6 +26,7 @@ from ntpjax.mesh import Device
 
 _log = logging.getLogger(__name__)
 _WRITABLE_BY_OTHERS = 0o022
+_NUM_LOADERS = 3
 _DIGEST_SIZE = hashlib.sha256().digest_size
 
 
@@ -43,6 +45,8 @@ class ProgramStore:
     def __init__(self, folder: Path | None, identity: str = "") -> None:
         self.identity = identity
         self._folder = folder
+        self._loading: dict[tuple[Path, tuple[Device, ...]], Future[jax.stages.Compiled]] = {}
+        self._loaders = ThreadPoolExecutor(_NUM_LOADERS)
 
     def __contains__(self, program: Program) -> bool:
         return self._folder is not None and self._path(self._folder, program).exists()
@@ -55,13 +59,20 @@ class ProgramStore:
         if self._folder is None:
             return program.compile()
         path = self._path(self._folder, program)
+        loading = self._loading.pop((path, tuple(program.devices)), None)
         try:
-            return from_bytes(_read(path), program.devices)
+            return loading.result() if loading else _load(path, program)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, pickle.UnpicklingError, jax.errors.JaxRuntimeError) as error:
             _log.warning("%s cannot be used (%s); the program is compiled anew", path, error)
         return self._keep(path, program)
+
+    def begin_loading(self, program: Program) -> None:
+        """Loads the program in the background if it is there, for a `get` that follows soon."""
+        if self._folder is not None and program in self:
+            path = self._path(self._folder, program)
+            self._loading[path, tuple(program.devices)] = self._loaders.submit(_load, path, program)
 
     def add(self, program: Program) -> None:
         """Compiles the program and keeps it, unless it is there."""
@@ -110,6 +121,10 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
     return platform.processor()
+
+
+def _load(path: Path, program: Program) -> jax.stages.Compiled:
+    return from_bytes(_read(path), program.devices)
 
 
 def _read(path: Path) -> bytes:

@@ -85,6 +85,8 @@ def _change(
     running.stream.close()
     phases_s: dict[str, float] = {}
     old, generation, step = state.topology, job.training.on(topology), state.step + 1
+    if generation.flat.own_positions:
+        generation.begin_loading(job.row, job.num_rows(topology))
     rolled_back_to = None
     try:
         with _timed(phases_s, "reshard"):

@@ -262,6 +262,11 @@ class Generation:
         """Whether the store has all that `compiled` needs."""
         return all(program in self.training.store for program in self._programs(row, num_rows))
 
+    def begin_loading(self, row: PyTree, num_rows: Sequence[int]) -> None:
+        """Loads in the background what `compiled` needs, as far as it is in the store."""
+        for program in self._programs(row, num_rows):
+            self.training.store.begin_loading(program)
+
     def compile_ahead(self, row: PyTree, num_rows: Sequence[int], old: "Generation") -> None:
         """Compiles for the store what `compiled` needs, and what `take` needs for a state of `old`."""
         training = self.training
