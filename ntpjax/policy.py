@@ -21,6 +21,9 @@ def split_batch(policy: BatchPolicy, size: int, degrees: Sequence[int], nominal_
       than `size`.
     * `equal`: `size` in all, evenly; for when power makes up for the lost devices.
 
+    Samples left over by the first and the last go to replicas of higher degree first, then to earlier ones: what the
+    replicas of a degree take does not depend on which of them are reduced.
+
     >>> split_batch("keep_global", 16, (4, 3), 4)
     (9, 7)
     >>> split_batch("shrink", 16, (4, 3), 4)
@@ -31,13 +34,14 @@ def split_batch(policy: BatchPolicy, size: int, degrees: Sequence[int], nominal_
     Raises:
       ValueError: if no replica is active, or if `shrink` leaves no sample at all.
     """
-    active = [r for r, degree in enumerate(degrees) if degree]
+    order = sorted(range(len(degrees)), key=lambda r: (-degrees[r], r))
+    active = [r for r in order if degrees[r]]
     if not active:
         raise ValueError(f"`degrees` (={tuple(degrees)}) must have at least one active replica.")
     rows = [0] * len(degrees)
     if policy == "keep_global":
         for _ in range(size):
-            # Exact: cross-multiplied, no floating point. The earlier replica wins a tie.
+            # Exact: cross-multiplied, no floating point.
             first = active[0]
             for r in active[1:]:
                 if (rows[r] + 1) * degrees[first] < (rows[first] + 1) * degrees[r]:

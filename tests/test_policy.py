@@ -164,3 +164,13 @@ def test_an_unknown_batch_policy_is_refused_with_the_known_ones() -> None:
 def test_shrink_leaves_every_active_replica_with_a_nominal_share_a_row() -> None:
     assert split_batch("shrink", 3, (1, 1), 4) == (1, 1)
     assert split_batch("shrink", 2, (1, 0), 4) == (1, 0)
+
+
+@pytest.mark.parametrize("policy", ["keep_global", "equal"])
+@pytest.mark.parametrize("size", [5, 6, 7, 8, 15])
+def test_which_replica_is_reduced_does_not_change_what_a_degree_takes(policy: BatchPolicy, size: int):
+    of_degrees = [
+        sorted(zip(degrees, split_batch(policy, size, degrees, 4), strict=True))
+        for degrees in ((4, 4, 3), (4, 3, 4), (3, 4, 4))
+    ]
+    assert of_degrees[0] == of_degrees[1] == of_degrees[2]
