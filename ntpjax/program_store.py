@@ -27,6 +27,7 @@ from ntpjax.mesh import Device
 _log = logging.getLogger(__name__)
 _WRITABLE_BY_OTHERS = 0o022
 _NUM_LOADERS = 3
+_JAX_CACHE_HIT = "/jax/compilation_cache/cache_hits"
 _DIGEST_SIZE = hashlib.sha256().digest_size
 
 
@@ -80,7 +81,9 @@ class ProgramStore:
             self._keep(self._path(self._folder, program), program)
 
     def _keep(self, path: Path, program: Program) -> jax.stages.Compiled:
-        compiled = program.compile()
+        compiled, is_from_jax_cache = _compile(program)
+        if is_from_jax_cache:
+            return compiled
         try:
             _write(path, to_bytes(compiled, program.devices))
         except OSError as error:
@@ -121,6 +124,21 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
     return platform.processor()
+
+
+def _compile(program: Program) -> tuple[jax.stages.Compiled, bool]:
+    """The program, and whether it came from JAX's own cache: on the CPU such a one would lose code if kept again."""
+    hits: list[str] = []
+
+    def listen(event: str, **kwargs: str | int) -> None:
+        if event == _JAX_CACHE_HIT:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        return program.compile(), bool(hits)
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
 
 
 def _load(path: Path, program: Program) -> jax.stages.Compiled:

@@ -3,13 +3,14 @@
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ntpjax.program_store import NOWHERE, Program, ProgramStore, identity_of
@@ -155,3 +156,30 @@ def test_the_identity_tells_settings_sources_flags_and_types_apart(tmp_path: Pat
     source.write_text("x = 2\n")
     found.add(identity_of({"layers": 2}, [source]))
     assert len(found) == 5
+
+
+@pytest.fixture
+def jax_cache(tmp_path: Path) -> Iterator[Path]:
+    """JAX's own cache of compiled programs, switched on."""
+    changes = {"jax_compilation_cache_dir": str(tmp_path / "jax"), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in changes}
+    for values in (changes, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        # JAX decides once whether there is a cache.
+        compilation_cache.reset_cache()
+        if values is changes:
+            yield tmp_path / "jax"
+
+
+def test_a_program_from_the_cache_of_jax_is_not_kept_again(tmp_path: Path, jax_cache: Path):
+    # On the CPU it would be kept without its code, and fail when it runs.
+    first, second, third = (Toy(jax.devices()[:NUM_DEVICES]) for _ in range(3))
+    first.run(NOWHERE.get(first.program()))
+    assert list(jax_cache.iterdir())
+    jax.clear_caches()
+    store = ProgramStore(tmp_path / "programs", "a")
+    assert second.run(store.get(second.program())) == EXPECTED
+    assert second.program() not in store
+    jax.clear_caches()
+    assert third.run(store.get(third.program())) == EXPECTED
