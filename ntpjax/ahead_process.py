@@ -73,6 +73,9 @@ class ProcessWorker:
         # Its files get their names when they are whole.
         self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
 
     def _start(self) -> subprocess.Popen[str]:
         environment = {
@@ -98,8 +101,9 @@ class ProcessWorker:
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self._lines.put(line.rstrip())
+        with process.stdout:
+            for line in process.stdout:
+                self._lines.put(line.rstrip())
 
 
 def _yield_cpu(pid: int) -> None:

@@ -101,8 +101,8 @@ def test_a_foreseen_change_compiles_nothing(tmp_path: Path, num_compiled: Callab
         assert drill.found == [0] * len(EVENTS)
         assert drill.phases == [("reshard", "load")] * len(EVENTS)
     else:
-        # The second time, 4|4 and 3|4 are there, and so is what moves for the loss.
-        assert drill.found[0] > 3 and drill.found[2] == 0
+        # The second time, 4|4 and 3|4 are there, but not what moves when a last rank is lost.
+        assert drill.found[0] > drill.found[2] > 0
         assert [phases[-1] for phases in drill.phases] == ["compile", "load", "load", "compile"]
 
 

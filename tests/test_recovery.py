@@ -207,7 +207,9 @@ def test_every_change_is_told_and_counted(name: str, drilled: Callable[[str], Dr
     assert [change.degrees_before for change in changes] == [tuple(drill.tp), *drill.degrees[:-1]]
     for change in changes:
         assert change.rolled_back_to is None
-        assert list(change.phases_s) == ["reshard", "compile"] and min(change.phases_s.values()) > 0
+        # What was there before is loaded.
+        assert list(change.phases_s) in (["reshard", "compile"], ["reshard", "load"])
+        assert min(change.phases_s.values()) > 0
     losses = [loss for attempts in drill.script.losses.values() for attempt in attempts for loss in attempt]
     returned = [replica for replicas in drill.script.returns.values() for replica in replicas]
     assert len(found.lost_devices) == len(losses)
