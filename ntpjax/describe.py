@@ -91,6 +91,8 @@ def summary_rows(record: RunEnded) -> list[tuple[str, str]]:
         ("lost steps", lost),
         ("run folder", record.run_dir),
     ]
+    if record.commit_gap is not None:
+        rows.insert(-1, ("commit gap", f"{record.commit_gap:.2%} of the time of the steps"))
     return rows if record.exit_code == 0 else [*rows, ("exit code", str(record.exit_code))]
 
 

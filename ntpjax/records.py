@@ -98,7 +98,10 @@ class Note:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The closing summary. `num_lost_steps` counts committed steps that had to be done again."""
+    """The closing summary. `num_lost_steps` counts committed steps that had to be done again.
+
+    `commit_gap` is the part of the time of all steps in which the devices waited for the commit (`StepDone`).
+    """
 
     step: int
     reason: str
@@ -111,6 +114,7 @@ class RunEnded:
     num_tokens: int
     wall_time_s: float
     run_dir: str
+    commit_gap: float | None = None
 
 
 Record = RunStarted | StepDone | Evaluated | CheckpointSaved | TopologyChanged | Note | RunEnded

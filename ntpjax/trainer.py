@@ -36,6 +36,8 @@ class Tally:
     num_returns: int = 0
     num_lost_steps: int = 0
     num_tokens: int = 0
+    steps_s: float = 0.0
+    commit_gaps_s: float = 0.0
 
 
 class Trained(NamedTuple):
@@ -98,9 +100,15 @@ def _advance(
     report_saved(services, services.checkpoints.saved())
     if job.checkpoint_every and state.step % job.checkpoint_every == 0:
         save(job, state, services)
-    first_loss = done.loss if tally.first_loss is None else tally.first_loss
-    num_tokens = tally.num_tokens + done.num_tokens
-    return state, running, replace(tally, first_loss=first_loss, last_loss=done.loss, num_tokens=num_tokens)
+    tally = replace(
+        tally,
+        first_loss=done.loss if tally.first_loss is None else tally.first_loss,
+        last_loss=done.loss,
+        num_tokens=tally.num_tokens + done.num_tokens,
+        steps_s=tally.steps_s + done.step_time_s,
+        commit_gaps_s=tally.commit_gaps_s + done.commit_gap_s,
+    )
+    return state, running, tally
 
 
 def _due(every: int, step: int, num_steps: int) -> bool:
@@ -208,4 +216,5 @@ def _summary(job: Job, state: TrainState, tally: Tally, reason: str, exit_code: 
         num_tokens=tally.num_tokens,
         wall_time_s=time.monotonic() - tally.started,
         run_dir=job.run_dir,
+        commit_gap=tally.commit_gaps_s / tally.steps_s if tally.steps_s else None,
     )

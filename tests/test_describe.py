@@ -82,3 +82,8 @@ def test_seconds_are_written_for_people():
     short = {0.0: "0.00 s", 0.214: "0.21 s", 9.996: "10.0 s", 59.94: "59.9 s", 59.96: "1 min 00 s"}
     texts = short | {245.0: "4 min 05 s", 3599.6: "1 h 00 min", 11_520.0: "3 h 12 min", math.inf: "unknown time"}
     assert {time_s: format_seconds(time_s) for time_s in texts} == texts
+
+
+def test_the_summary_has_the_part_of_the_steps_that_the_commit_takes():
+    assert "commit gap" not in describe(ENDED)
+    assert re.search(r"commit gap +1\.25% of the time of the steps", describe(replace(ENDED, commit_gap=0.0125)))

@@ -518,3 +518,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_exit_code_6(
     assert trained.ended.step in (4, 5, 6)
     assert [save.step for save in recorder.of(CheckpointSaved) if save.committed] == [2]
     assert_no_threads_left()
+
+
+def test_the_summary_adds_up_the_commit_gaps(calm: tuple[Trained, Recorder]) -> None:
+    trained, recorder = calm
+    steps, found = recorder.of(StepDone), trained.ended.commit_gap
+    assert found is not None and 0 < found < 0.5
+    assert found == pytest.approx(sum(s.commit_gap_s for s in steps) / sum(s.step_time_s for s in steps))
