@@ -24,6 +24,9 @@ from ntpjax.topology import Topology
 
 AXIS = "flat"
 _NUM_THREADS_PER_DEVICE = 4
+# XLA's kernels for products on the CPU set themselves up in each program's first run: a step of the demo then takes 4
+# times as long. Without them it takes as long as the others.
+_NO_YNN = "--xla_cpu_experimental_ynn_fusion_type="
 
 Groups = tuple[tuple[int, ...], ...]
 Device = Any  # a jax.Device, which type checkers do not accept as a type
@@ -151,6 +154,9 @@ def emulate_cpu_devices(num_devices: int) -> None:
     # A collective in flight blocks a thread of XLA's pool. A device may have several in flight, so that a pool of one
     # thread a device can be used up before all devices have joined: a deadlock. XLA takes the pool's size from here.
     os.environ["NPROC"] = str(_NUM_THREADS_PER_DEVICE * num_devices)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _NO_YNN not in flags:
+        os.environ["XLA_FLAGS"] = f"{_NO_YNN} {flags}".strip()
     # The compiler for CUDA (the extra `aot`) would report, whenever JAX starts, that there is no GPU.
     logging.getLogger("jax_plugins.xla_cuda12").setLevel(logging.ERROR)
     jax.config.update("jax_platforms", "cpu")

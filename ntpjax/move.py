@@ -53,6 +53,11 @@ def move_state(
     get_exchange = functools.cache(lambda *of: store.get(_exchange_program(new, *of)))
     num_bytes = 0
 
+    @functools.cache
+    def tables(family: Family) -> list[jax.Array]:
+        tables = plans[family].tables
+        return [new.place(list(table).__getitem__) for table in (tables.give, tables.take)]
+
     def move(array: jax.Array, part: Partition) -> jax.Array:
         nonlocal num_bytes
         plan = plans[part.family]
@@ -63,8 +68,7 @@ def move_state(
         if plan.keeps_all(new.own_positions):
             return joined
         exchange = get_exchange(joined.shape, joined.dtype, part, plan.tables.give.shape, plan.tables.take.shape)
-        give, take = (new.place(list(table).__getitem__) for table in (plan.tables.give, plan.tables.take))
-        before, after = new.shards(joined), new.shards(exchange(joined, give, take))
+        before, after = new.shards(joined), new.shards(exchange(joined, *tables(part.family)))
         # Who keeps all units in their slots keeps the very buffer.
         shards = [before[p] if plan.keeps[p] else after[p] for p in new.own_positions]
         return new.assemble(shards, _with_slots(joined, part, plan.new_slots))
