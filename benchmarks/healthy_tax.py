@@ -31,7 +31,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from models.transformer import Batch, OneDevice, TransformerConfig, TransformerFunctions
+from models.tensor_parallel import OneDevice
+from models.transformer import Batch, TransformerConfig, TransformerFunctions
 from ntpjax.backward import StepOptions
 from ntpjax.job import row_shapes
 from ntpjax.layout import REPLICATED

@@ -38,7 +38,8 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from models.transformer import OneDevice, TransformerConfig, TransformerFunctions
+from models.tensor_parallel import OneDevice
+from models.transformer import TransformerConfig, TransformerFunctions
 from ntpjax.backward import StepOptions
 from ntpjax.optimizer import adamw
 from ntpjax.partition import partition_tree

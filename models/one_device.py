@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.transformer import Batch, OneDevice, TransformerFunctions
+from models.tensor_parallel import OneDevice
+from models.transformer import Batch, TransformerFunctions
 
 PyTree = Any
 

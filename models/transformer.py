@@ -14,15 +14,15 @@ The model computes in the type of the parameters that it is given, which may be 
 that are trained: a caller casts them first. Whatever the type, norms, rotations, softmaxes and losses are computed in
 at least float32, and gradients that are sums over tokens are summed in it.
 
-Shape suffixes: B rows of the batch, S positions, T tokens (all positions of all rows), C tokens of one chunk of them,
-D d_model, N local query heads, K local KV heads, G query heads for each KV head, H head dimension, L positions of the
-keys, F local FFN columns, V local vocabulary rows, U local units.
+Shape suffixes: B rows of the batch, S positions, T tokens (all positions of all rows), D d_model, N local query heads,
+K local KV heads, G query heads for each KV head, H head dimension, L positions of the keys, F local FFN columns,
+V local vocabulary rows, U local units.
 """
 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, Protocol, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -30,38 +30,15 @@ from flax import nnx
 from jax.extend.backend import get_backend
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from models.cross_entropy import cross_entropy
+from models.precision import at_least_float32
+from models.tensor_parallel import TensorParallel
+
 Count = Annotated[int, Field(ge=1)]
 AttentionKind = Literal["auto", "xla", "cudnn"]
 
 UnitIds = Mapping[str, jax.Array]
 """For each unit family the ids of the units to hold, [U] int32, -1 for a padding slot."""
-
-
-class TensorParallel(Protocol):
-    """What a model asks of the tensor-parallel group that it is a shard of."""
-
-    def enter(self, x: jax.Array) -> jax.Array:
-        """`x` unchanged; its gradient is summed over the group. Stands before the first use of sharded weights."""
-        ...
-
-    def exit(self, x: jax.Array) -> jax.Array:
-        """`x` summed over the group; its gradient is unchanged. Stands after the last use of sharded weights."""
-        ...
-
-    def max(self, x: jax.Array) -> jax.Array:
-        """The largest `x` over the group; has no gradient."""
-        ...
-
-    def unit_ids(self, family: str) -> jax.Array:
-        """Ids of the units in this rank's slots, [U] int32, -1 for a padding slot."""
-        ...
-
-    def copy_slots(self, family: str) -> jax.Array | None:
-        """For each local query head the slot of its KV head, [N] int32, out of range for padding.
-
-        None if local KV head `k` serves the `k`-th run of equally many query heads, as on one device.
-        """
-        ...
 
 
 def _as_tuple(value: object) -> object:
@@ -137,28 +114,6 @@ class TransformerConfig(BaseModel):
         return found
 
 
-@dataclass(frozen=True)
-class OneDevice:
-    """The TP group of one rank, which holds every unit: no collectives."""
-
-    num_units: Mapping[str, int]
-
-    def enter(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def exit(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def max(self, x: jax.Array) -> jax.Array:
-        return jax.lax.stop_gradient(x)
-
-    def unit_ids(self, family: str) -> jax.Array:
-        return jnp.arange(self.num_units[family], dtype=jnp.int32)
-
-    def copy_slots(self, family: str) -> None:
-        return None
-
-
 class Batch(TypedDict):
     """`tokens` [B, S+1] int32; `weights` [B, S]: what each predicted token counts, 0 for padding."""
 
@@ -173,10 +128,6 @@ def _draw(key: jax.Array, unit_ids: jax.Array, unit_shape: tuple[int, ...], std:
     return jnp.where(held, draw * std, 0).reshape(-1, *unit_shape[1:])
 
 
-def _at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 class RMSNorm(nnx.Module):
     def __init__(self, config: TransformerConfig, dtype: jnp.dtype) -> None:
         self.scale = nnx.Param(jnp.ones(config.d_model, dtype))
@@ -189,7 +140,7 @@ class RMSNorm(nnx.Module):
 @functools.partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
 def _rms_norm(x_BSD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """Computed again in the backward pass, which would otherwise keep `x_BSD` in the wider type."""
-    wide = _at_least_float32(x_BSD.dtype)
+    wide = at_least_float32(x_BSD.dtype)
     wide_BSD = x_BSD.astype(wide)
     inverse_BS1 = jax.lax.rsqrt(jnp.mean(wide_BSD * wide_BSD, axis=-1, keepdims=True) + eps)
     # The scale's gradient is a sum over all tokens: it must not be one of 16-bit numbers.
@@ -223,7 +174,7 @@ class Attention(nnx.Module):
 def _rotate(x_BSNH: jax.Array, theta: float) -> jax.Array:
     """RoPE: the two halves of a head are the pairs' coordinates; angle position x theta^(-2i/H)."""
     half = x_BSNH.shape[-1] // 2
-    wide = _at_least_float32(x_BSNH.dtype)
+    wide = at_least_float32(x_BSNH.dtype)
     frequency = theta ** (-jnp.arange(half, dtype=wide) / half)
     angle_SH = jnp.arange(x_BSNH.shape[1], dtype=wide)[:, None] * frequency
     cos, sin = (f(angle_SH)[:, None, :] for f in (jnp.cos, jnp.sin))
@@ -274,7 +225,7 @@ class FeedForward(nnx.Module):
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _swiglu(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
     """Computed again in the backward pass, which would otherwise keep three more arrays [B, S, F]."""
-    wide = _at_least_float32(gate_BSF.dtype)
+    wide = at_least_float32(gate_BSF.dtype)
     return (jax.nn.silu(gate_BSF.astype(wide)) * up_BSF.astype(wide)).astype(gate_BSF.dtype)
 
 
@@ -325,107 +276,16 @@ class Ends(nnx.Module):
             jnp.arange(slots, dtype=jnp.int32), mode="drop", wrap_negative_indices=False
         )
         # A row's gradient is a sum over all places where its token stands: not one of 16-bit numbers.
-        wide_VD = jnp.asarray(self.embedding[...], _at_least_float32(self.embedding.dtype))
+        wide_VD = jnp.asarray(self.embedding[...], at_least_float32(self.embedding.dtype))
         x_BSD = wide_VD.at[slot_of_token[tokens_BS]].get(mode="fill", fill_value=0)
         return tp.exit(x_BSD.astype(self.embedding.dtype))
 
     def loss(self, x_BSD: jax.Array, targets_BS: jax.Array, tp: TensorParallel) -> jax.Array:
-        """Cross-entropy [B, S] in nats. Each rank has the logits of its own rows only; padding rows have no mass."""
+        """Cross-entropy [B, S] in nats."""
         head_VD = self.embedding[...] if self.config.tie_embeddings else self.head[...]
         hidden_TD = tp.enter(self.final_norm(x_BSD)).reshape(-1, x_BSD.shape[-1])
-        own: OwnLogits = _own_logits(
-            self.config.loss_chunk, hidden_TD, targets_BS.reshape(-1), head_VD, tp.unit_ids("vocab")
-        )
-        # The only collectives of the loss: there are none between its chunks.
-        largest_T = tp.max(own.largest)
-        own_total_T = own.total * jnp.exp(own.largest - largest_T)
-        total_T, target_T = tp.exit(jnp.stack([own_total_T, own.target]))
-        return (jnp.log(total_T) + largest_T - target_T).reshape(targets_BS.shape)
-
-
-class OwnLogits(NamedTuple):
-    """What the loss needs of one rank's logits, for each token.
-
-    The largest, m (-inf on a rank that holds padding only; has no gradient); the sum of all exp(logit - m); and the
-    target's logit, 0 if another rank has it.
-    """
-
-    largest: jax.Array
-    total: jax.Array
-    target: jax.Array
-
-    @classmethod
-    def of(cls, logit_TV: jax.Array, targets_T: jax.Array, unit_ids_V: jax.Array) -> "OwnLogits":
-        logit_TV = jnp.where(unit_ids_V >= 0, logit_TV, -jnp.inf)
-        largest_T = jax.lax.stop_gradient(jnp.max(logit_TV, axis=-1))
-        # Where all is padding, -inf - (-inf) would be NaN.
-        finite_T = jnp.where(largest_T > -jnp.inf, largest_T, 0)
-        total_T = jnp.sum(jnp.exp(logit_TV - finite_T[:, None]), axis=-1)
-        is_target_TV = unit_ids_V == targets_T[:, None]
-        return cls(largest_T, total_T, jnp.sum(jnp.where(is_target_TV, logit_TV, 0), axis=-1))
-
-
-def _logits(hidden_CD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    wide = _at_least_float32(hidden_CD.dtype)
-    return jnp.einsum("cd,vd->cv", hidden_CD, head_VD, preferred_element_type=wide)
-
-
-def _cut(array: jax.Array, most: int | None) -> jax.Array:
-    """An array [T, ...] as chunks [num_chunks, C, ...] with C <= `most`, the last one filled up with zeros."""
-    num = array.shape[0]
-    num_chunks = -(-num // (most or num))
-    size = -(-num // num_chunks)
-    filled = jnp.pad(array, [(0, num_chunks * size - num), *[(0, 0)] * (array.ndim - 1)])
-    return filled.reshape(num_chunks, size, *array.shape[1:])
-
-
-def _join(chunks: jax.Array, num: int) -> jax.Array:
-    """The inverse of `_cut`, for `num` entries."""
-    return chunks.reshape(-1, *chunks.shape[2:])[:num]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _own_logits(
-    most: int | None, hidden_TD: jax.Array, targets_T: jax.Array, head_VD: jax.Array, unit_ids_V: jax.Array
-) -> OwnLogits:
-    """`OwnLogits` with the logits of at most `most` tokens at a time, in the backward pass too.
-
-    JAX's own gradient of this loop would do its matmuls in float32, since that is what logits are, would add up the
-    head's gradient in the head's type, and would keep arrays [C, V] that it finds to be the same for all chunks.
-    """
-
-    def of_chunk(_: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, OwnLogits]:
-        hidden_CD, targets_C = chunk
-        return None, OwnLogits.of(_logits(hidden_CD, head_VD), targets_C, unit_ids_V)
-
-    _, own = jax.lax.scan(of_chunk, None, (_cut(hidden_TD, most), _cut(targets_T, most)))
-    return jax.tree.map(lambda chunks: _join(chunks, len(targets_T)), own)
-
-
-def _own_logits_forward(most: int | None, *arrays: jax.Array) -> tuple[OwnLogits, tuple[jax.Array, ...]]:
-    return _own_logits(most, *arrays), arrays
-
-
-def _own_logits_backward(
-    most: int | None, arrays: tuple[jax.Array, ...], d_own: OwnLogits
-) -> tuple[jax.Array, None, jax.Array, None]:
-    hidden_TD, targets_T, head_VD, unit_ids_V = arrays
-
-    def of_chunk(d_head_VD: jax.Array, chunk: tuple[jax.Array, jax.Array, OwnLogits]) -> tuple[jax.Array, jax.Array]:
-        hidden_CD, targets_C, d_own = chunk
-        logit_CV = _logits(hidden_CD, head_VD)
-        _, pullback = jax.vjp(lambda logit_CV: OwnLogits.of(logit_CV, targets_C, unit_ids_V), logit_CV)
-        d_logit_CV = pullback(d_own)[0].astype(hidden_CD.dtype)
-        own_VD = jnp.einsum("cv,cd->vd", d_logit_CV, hidden_CD, preferred_element_type=d_head_VD.dtype)
-        return d_head_VD + own_VD, jnp.einsum("cv,vd->cd", d_logit_CV, head_VD)
-
-    zeros_VD = jnp.zeros(head_VD.shape, _at_least_float32(head_VD.dtype))
-    chunks = jax.tree.map(lambda array: _cut(array, most), (hidden_TD, targets_T, d_own))
-    d_head_VD, d_hidden_CD = jax.lax.scan(of_chunk, zeros_VD, chunks)
-    return _join(d_hidden_CD, len(targets_T)), None, d_head_VD.astype(head_VD.dtype), None
-
-
-_own_logits.defvjp(_own_logits_forward, _own_logits_backward)
+        losses_T = cross_entropy(hidden_TD, targets_BS.reshape(-1), head_VD, tp, chunk=self.config.loss_chunk)
+        return losses_T.reshape(targets_BS.shape)
 
 
 class Transformer(nnx.Module):

@@ -151,5 +151,8 @@ def test_a_sum_that_only_one_process_has_is_named():
 
 
 def test_a_process_without_programs_has_nothing_to_compare():
-    processes = Processes(Service(**{"ntpjax/0/1": "none", "ntpjax/0/2": "lines\na"}), Place(0, 3, "127.0.0.1:1"))
-    processes.require_equal("sums", ["a"])
+    service = Service(**{"ntpjax/0/1": "none", "ntpjax/0/2": "lines\na"})
+    Processes(service, Place(0, 3, "127.0.0.1:1")).require_equal("sums", ["a"])
+    service = Service(**{"ntpjax/0/1": "none", "ntpjax/0/2": "lines\nb"})
+    with pytest.raises(ProcessesDifferError, match="process 2"):
+        Processes(service, Place(0, 3, "127.0.0.1:1")).require_equal("sums", ["a"])

@@ -169,6 +169,18 @@ def test_a_missing_or_broken_configuration_is_named(
         assert "Traceback" not in message
 
 
+def test_a_place_among_processes_that_cannot_be_is_bad_input_too(
+    good: Path, main: Main, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NTPJAX_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("NTPJAX_NUM_PROCESSES", "2")
+    monkeypatch.delenv("NTPJAX_PROCESS", raising=False)
+    assert main("--config", good) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: environment") and "NTPJAX_PROCESS" in message
+    assert "Traceback" not in message
+
+
 def test_more_devices_than_the_machine_has_are_refused(
     good: Path, main: Main, capsys: pytest.CaptureFixture[str]
 ) -> None:

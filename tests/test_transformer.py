@@ -22,9 +22,9 @@ from pydantic import ValidationError
 
 from models import transformer
 from models.one_device import loss_sum, train_step
+from models.tensor_parallel import OneDevice
 from models.transformer import (
     Batch,
-    OneDevice,
     TransformerConfig,
     TransformerFunctions,
     _attend,
