@@ -292,12 +292,10 @@ def _compile_ahead(config: Config, job: Job, processes: Processes, emit: Callabl
     """Who compiles ahead: on the CPU one process for all, otherwise each process for itself."""
     if not config.run.compile_ahead:
         return None
-    devices_of: dict[int, list[int]] = {}
-    for number, device in enumerate(job.training.devices):
-        devices_of.setdefault(device.process_index, []).append(number)
+    process_of = [device.process_index for device in job.training.devices]
     if job.training.devices[0].platform != "cpu":
         compile_next = functools.partial(
-            compile_ahead, job.training, job.row, job.num_rows, job.tp_min, [devices_of[processes.index]]
+            compile_ahead, job.training, job.row, job.num_rows, job.tp_min, process_of, [processes.index]
         )
         return Ahead(ThreadWorker(compile_next), emit)
     if processes.index > 0:
@@ -306,7 +304,7 @@ def _compile_ahead(config: Config, job: Job, processes: Processes, emit: Callabl
         program=Path(__file__).absolute(),
         config=config.run.dir / _CONFIG_FILE,
         identity=job.training.store.identity,
-        processes=list(devices_of.values()),
+        process_of=process_of,
         log=config.run.dir / "compile_ahead.log",
     )
     return Ahead(worker, emit)

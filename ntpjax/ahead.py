@@ -69,7 +69,8 @@ def compile_ahead(
     row: Any,
     num_rows: Callable[[Topology], Sequence[int]],
     tp_min: int,
-    processes: Sequence[Collection[int]],
+    process_of: Sequence[int],
+    processes: Collection[int],
     topology: Topology,
 ) -> Iterator[str]:
     """Compiles what may be needed after `topology`, the likeliest first, for the store of `training`.
@@ -80,7 +81,8 @@ def compile_ahead(
       row: shapes and types of one row of a batch.
       num_rows: a topology to the rows of each replica.
       tp_min: with a smaller degree training does not go on.
-      processes: the devices of each process that is compiled for.
+      process_of: the process of each device, by number.
+      processes: those that are compiled for.
 
     Yields:
       A text for each topology and process for which a program was not there, and one at the end.
@@ -88,13 +90,14 @@ def compile_ahead(
     for after in topology.next_topologies():
         if min(after.degrees) < tp_min:
             continue
-        for own_devices in processes:
-            generation, started = training.on(after, own_devices), time.monotonic()
+        for process in processes:
+            own_devices = [number for number, holder in enumerate(process_of) if holder == process]
+            generation, started = training.on(after, own_devices, process_of), time.monotonic()
             if not generation.flat.own_positions:
                 continue
             rows = num_rows(after)
             was_compiled = generation.is_compiled(row, rows)
-            generation.compile_ahead(row, rows, training.on(topology, own_devices))
+            generation.compile_ahead(row, rows, training.on(topology, own_devices, process_of))
             if not was_compiled:
                 yield f"compiled ahead for TP {format_degrees(after.degrees)}, in {time.monotonic() - started:.1f} s"
     yield f"all that may follow TP {format_degrees(topology.degrees)} is compiled"

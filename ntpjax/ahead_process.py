@@ -37,15 +37,13 @@ class ProcessWorker:
     Args:
       program, config: the training program, and the configuration of the run.
       identity: of the program store of the run.
-      processes: the devices of each training process, by number; together, all devices.
+      process_of: the training process of each device, by number.
       log: file for what the process says of errors.
     """
 
-    def __init__(
-        self, program: Path, config: Path, identity: str, processes: Sequence[Sequence[int]], log: Path
-    ) -> None:
+    def __init__(self, program: Path, config: Path, identity: str, process_of: Sequence[int], log: Path) -> None:
         self._command = [sys.executable, "-m", "ntpjax.ahead_process", str(program), str(config), identity]
-        self._command.append(json.dumps([list(devices) for devices in processes]))
+        self._command.append(json.dumps(process_of))
         self._log = log
         self._lines: SimpleQueue[str] = SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
@@ -129,23 +127,26 @@ def main() -> None:
     parser.add_argument("program", type=Path)
     parser.add_argument("config", type=Path)
     parser.add_argument("identity")
-    parser.add_argument("processes", type=json.loads)
+    parser.add_argument("process_of", type=json.loads)
     args = parser.parse_args()
     topologies: SimpleQueue[Topology | None] = SimpleQueue()
     threading.Thread(target=_read, args=(topologies,), daemon=True).start()
-    emulate_cpu_devices(sum(map(len, args.processes)))
+    emulate_cpu_devices(len(args.process_of))
     plan = load_blueprint(args.program, args.config, [])
     assert plan.training_on is not None and plan.num_rows is not None
     training, num_rows = plan.training_on(jax.devices()), plan.num_rows
     if training.store.identity != args.identity:
         sys.exit("the code is not that with which training was started")
-    work(
-        topologies,
-        lambda now: compile_ahead(
-            training, plan.row, lambda after: num_rows(after.degrees), plan.tp_min, args.processes, now
-        ),
-        functools.partial(print, flush=True),
+    compile_next = functools.partial(
+        compile_ahead,
+        training,
+        plan.row,
+        lambda after: num_rows(after.degrees),
+        plan.tp_min,
+        args.process_of,
+        sorted(set(args.process_of)),
     )
+    work(topologies, compile_next, functools.partial(print, flush=True))
 
 
 def _read(topologies: "SimpleQueue[Topology | None]") -> None:

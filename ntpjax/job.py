@@ -16,7 +16,7 @@ from ntpjax.boost import BoostHook
 from ntpjax.checkpoint import Checkpoints
 from ntpjax.data import Batch, BatchStream, SampleOrder
 from ntpjax.policy import BatchPolicy, split_batch
-from ntpjax.processes import Processes, ProcessesDifferError
+from ntpjax.processes import Processes
 from ntpjax.records import CheckpointSaved, Note, Record
 from ntpjax.schedule import FailureSource
 from ntpjax.topology import Topology, format_degrees
@@ -126,12 +126,6 @@ def restored_state(job: Job, topology: Topology, checkpoints: Checkpoints, step:
 def start_running(job: Job, state: TrainState, services: Services) -> Running:
     """Programs for the state's topology, compiled ahead or now, and batches from where the state is."""
     generation, topology = state.generation, state.topology
-    mixed = generation.flat.mixed_replicas
-    if mixed:
-        raise ProcessesDifferError(
-            f"replicas {mixed} are spread over several processes, one of which also has devices of another TP degree "
-            f"(TP {topology.degrees}); nothing was run. Start with one process for each replica or each device."
-        )
     rows = job.num_rows(topology)
     stream = BatchStream(job.order, samples_seen=state.samples_seen, rows=rows)
     doing = "loading the compiled step" if job.is_compiled(generation) else "compiling the step"

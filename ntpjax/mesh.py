@@ -39,13 +39,17 @@ class FlatMesh:
     Attributes:
       mesh: a JAX mesh with the one axis `AXIS`.
       topology: what the mesh was made from.
-      own_positions: the positions of this process's devices. The process compiles its programs for their TP degrees
-        only, and its arrays have room for what these hold and no more: their shapes differ from process to process.
+      own_positions: the positions of this process's devices.
+      own_replicas: the replicas that run the program of this process: those of its devices and, where one is spread
+        over several processes, those of the devices of all of these. A process compiles its programs for the TP degrees
+        of these only, and its arrays have room for what these hold and no more: their shapes differ from process to
+        process.
     """
 
     mesh: Mesh
     topology: Topology
     own_positions: tuple[int, ...]
+    own_replicas: frozenset[int]
 
     @property
     def num_devices(self) -> int:
@@ -85,9 +89,9 @@ class FlatMesh:
 
     @functools.cached_property
     def own_degrees(self) -> tuple[int, ...]:
-        """The TP degrees of this process's devices, lowest first; of all devices if it has none."""
-        all_degrees = [degree for degree in self.degrees for _ in range(degree)]
-        return tuple(sorted({all_degrees[position] for position in self.own_positions} or set(self.degrees)))
+        """The TP degrees of this process's program, lowest first; of all devices if it has none."""
+        degrees = self.topology.degrees
+        return tuple(sorted({degrees[replica] for replica in self.own_replicas} or set(self.degrees)))
 
     @property
     def processes(self) -> set[int]:
@@ -98,23 +102,6 @@ class FlatMesh:
     def leader(self) -> int:
         """The process that speaks for all: the one with the lowest index that has devices here."""
         return min(self.processes)
-
-    @functools.cached_property
-    def mixed_replicas(self) -> tuple[int, ...]:
-        """Replicas spread over several processes, of which one also has devices of another TP degree.
-
-        Such a process computes a layer with other sums in the replica than the others do.
-        """
-        holders = [[self.mesh.devices[position].process_index for position in group] for group in self.tp_groups]
-        degrees_of: dict[int, set[int]] = {}
-        for group, processes in zip(self.tp_groups, holders, strict=True):
-            for process in processes:
-                degrees_of.setdefault(process, set()).add(len(group))
-        return tuple(
-            replica
-            for replica, processes in zip(self.topology.order, holders, strict=True)
-            if len(set(processes)) > 1 and any(len(degrees_of[process]) > 1 for process in processes)
-        )
 
     def slots(self, family: Family) -> int:
         """Slots of this process's buffers: the most units that a rank of its TP degrees computes with."""
@@ -163,12 +150,18 @@ def emulate_cpu_devices(num_devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
-def flat_mesh(topology: Topology, devices: Sequence[Device], own_devices: Collection[int] | None = None) -> FlatMesh:
+def flat_mesh(
+    topology: Topology,
+    devices: Sequence[Device],
+    own_devices: Collection[int] | None = None,
+    process_of: Sequence[int] | None = None,
+) -> FlatMesh:
     """The flat mesh of `topology`, whose device number `k` is `devices[k]`.
 
     Args:
       own_devices: what the process that has the devices of these numbers sees, to compile for it. By default they are
         those of this process.
+      process_of: the process of each device, by number. By default JAX's.
 
     Raises:
       ValueError: if there are too few devices, or on TPU with replicas of unequal degree, which its compiler refuses.
@@ -180,7 +173,22 @@ def flat_mesh(topology: Topology, devices: Sequence[Device], own_devices: Collec
             f"TP degrees {topology.degrees} are uneven, and the TPU compiler refuses collectives over uneven groups; "
             "use GPUs or CPUs, or give every replica the same degree."
         )
+    if process_of is None:
+        process_of = [device.process_index for device in devices]
     if own_devices is None:
-        own_devices = {n for n in topology.devices if devices[n].process_index == jax.process_index()}
+        own_devices = {n for n in topology.devices if process_of[n] == jax.process_index()}
     own_positions = tuple(position for position, number in enumerate(topology.devices) if number in own_devices)
-    return FlatMesh(Mesh(np.array([devices[n] for n in topology.devices]), (AXIS,)), topology, own_positions)
+    mesh = Mesh(np.array([devices[n] for n in topology.devices]), (AXIS,))
+    return FlatMesh(mesh, topology, own_positions, _linked_replicas(topology, own_devices, process_of))
+
+
+def _linked_replicas(topology: Topology, own_devices: Collection[int], process_of: Sequence[int]) -> frozenset[int]:
+    """The replicas of these devices, and of all devices of a process that has a part of one of them."""
+    members, found = set(own_devices), frozenset[int]()
+    while True:
+        linked = frozenset(replica for replica, held in enumerate(topology.replicas) if not members.isdisjoint(held))
+        if linked == found:
+            return found
+        found = linked
+        shared = {process_of[n] for replica in found for n in topology.replicas[replica] if n not in own_devices}
+        members |= {n for n in topology.devices if process_of[n] in shared}

@@ -101,13 +101,18 @@ class Training:
             store=store,
         )
 
-    def on(self, topology: Topology, own_devices: Collection[int] | None = None) -> "Generation":
+    def on(
+        self,
+        topology: Topology,
+        own_devices: Collection[int] | None = None,
+        process_of: Sequence[int] | None = None,
+    ) -> "Generation":
         """The programs for a topology; they are compiled when they are first used.
 
         Args:
-          own_devices: to compile what the process that has these devices runs (see `flat_mesh`).
+          own_devices, process_of: to compile what another process runs (see `flat_mesh`).
         """
-        flat, partitions = flat_mesh(topology, self.devices, own_devices), self.partitions["params"]
+        flat, partitions = flat_mesh(topology, self.devices, own_devices, process_of), self.partitions["params"]
         return Generation(
             training=self,
             flat=flat,
@@ -220,12 +225,12 @@ class Generation:
         return jax.tree.map(place, rows)
 
     def own_rows(self, num_rows: Sequence[int]) -> int:
-        """Rows of this process's batch, from those of each replica: the most that one of its replicas has.
+        """Rows of this process's batch, from those of each replica: the most that one of its own replicas has.
 
         At least one, and a multiple of the number of microbatches: a replica without rows takes part in the sums too.
         """
         parts = self.training.options.num_microbatches
-        most = max([num_rows[self.flat.replica_of[position]] for position in self.flat.own_positions], default=0)
+        most = max([num_rows[replica] for replica in self.flat.own_replicas], default=0)
         return max(-(-most // parts), 1) * parts
 
     def step(self, state: State, rows: PyTree) -> tuple[State, StepSums]:

@@ -46,8 +46,8 @@ def num_compiled() -> Iterator[Callable[[], int]]:
 
 
 def compile_next(job: Job, topology: Topology) -> list[str]:
-    everywhere = [range(len(job.training.devices))]
-    return list(compile_ahead(job.training, job.row, job.num_rows, job.tp_min, everywhere, topology))
+    process_of = [0] * len(job.training.devices)
+    return list(compile_ahead(job.training, job.row, job.num_rows, job.tp_min, process_of, [0], topology))
 
 
 class Drill:
@@ -122,12 +122,12 @@ def test_one_compilation_serves_every_device_and_processes_compile_their_own(tmp
                 after.compile_ahead(job.row, job.num_rows(after.topology), job.training.on(HEALTHY))
         assert len(list((tmp_path / "programs").iterdir())) == num_files
         # Of two processes with a replica each, one computes with TP 3 only and one with TP 4 only.
-        everywhere = [range(4), range(4, 8)]
-        lines = list(compile_ahead(job.training, job.row, job.num_rows, 1, everywhere, HEALTHY))
+        process_of = [0] * 4 + [1] * 4
+        lines = list(compile_ahead(job.training, job.row, job.num_rows, 1, process_of, [0, 1], HEALTHY))
         assert [line.split(",")[0] for line in lines[:-1]] == ["compiled ahead for TP 3|4"] * 2
         after = HEALTHY.lose(1, 2)
-        for own_devices in everywhere:
-            assert job.is_compiled(job.training.on(after, own_devices))
+        for own_devices in (range(4), range(4, 8)):
+            assert job.is_compiled(job.training.on(after, own_devices, process_of))
 
 
 def test_a_degree_below_tp_min_is_not_compiled(tmp_path: Path):
@@ -242,7 +242,7 @@ def worker_of(tmp_path: Path, identity: str | None = None) -> tuple[ProcessWorke
             program=Path(train.__file__),
             config=tmp_path / "config.yaml",
             identity=identity or job.training.store.identity,
-            processes=[range(4)],
+            process_of=[0] * 4,
             log=tmp_path / "compile_ahead.log",
         )
         worker.begin(Topology.of_degrees((2, 2)))
@@ -276,7 +276,7 @@ def test_the_process_ends_with_the_training_process(tmp_path: Path, is_stopped: 
     script = (
         "import sys, time; from pathlib import Path; from ntpjax.ahead_process import ProcessWorker\n"
         "from ntpjax.topology import Topology\n"
-        f"worker = ProcessWorker(Path('none.py'), Path('none.yaml'), '', [[0]], Path({str(tmp_path / 'log')!r}))\n"
+        f"worker = ProcessWorker(Path('none.py'), Path('none.yaml'), '', [0], Path({str(tmp_path / 'log')!r}))\n"
         "worker.begin(Topology.of_degrees((1,)))\n"
         "print(worker._process.pid, flush=True); time.sleep(100)"
     )

@@ -4,7 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import yaml
@@ -19,10 +22,10 @@ TEXT = "\n".join(f"{n} bottles of beer on the wall, {n} bottles of beer; one fal
 pytestmark = pytest.mark.timeout(400)
 
 
-def write_config(folder: Path, run_dir: str) -> Path:
+def write_config(folder: Path, run_dir: str, changes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> Path:
     """Two replicas of two devices. Replica 1 loses both of its devices in turn, so that a process is left with none."""
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    config = {
+    config: dict[str, dict[str, Any]] = {
         "run": {"dir": str(folder / run_dir), "steps": 6, "dtype": "float64", "cpu_devices": 4, "compile_ahead": False},
         "topology": {"replicas": 2, "tp": 2, "tp_min": 0},
         "model": {
@@ -45,6 +48,8 @@ def write_config(folder: Path, run_dir: str) -> Path:
             "restore": ["step=5 replica=1", "step=5 replica=1"],
         },
     }
+    for section, values in changes.items():
+        config[section] |= values
     path = folder / f"{run_dir}.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
@@ -80,6 +85,20 @@ def test_two_processes_do_what_one_does(tmp_path: Path):
     assert resumed.returncode == 0, resumed.stderr
     assert "checkpoints/6" in resumed.stdout
     assert len(records(tmp_path / "together", "step_done")) == 7
+
+
+def test_replicas_may_lie_across_processes(tmp_path: Path):
+    """Of six devices in three processes, each replica has three: process 1 has a part of both."""
+    schedule = {"fail": ["step=2 replica=1 rank=1"], "restore": ["step=5 replica=1"]}
+    changes = {"run": {"cpu_devices": 6}, "topology": {"tp": 3}, "schedule": schedule}
+    alone = run([sys.executable, "train.py", "--config", str(write_config(tmp_path, "alone", changes))])
+    assert alone.returncode == 0, alone.stderr
+    config = write_config(tmp_path, "together", changes)
+    together = run([sys.executable, "-m", "ntpjax.launch", "--processes", "3", "--config", str(config)])
+    assert together.returncode == 0, together.stderr
+    one, several = (records(tmp_path / name, "step_done") for name in ("alone", "together"))
+    assert [step["degrees"] for step in several] == [[3, 3]] + [[3, 2]] * 3 + [[3, 3]] * 2
+    assert [step["loss"] for step in several] == pytest.approx([step["loss"] for step in one], rel=1e-12)
 
 
 def test_the_job_ends_when_one_process_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

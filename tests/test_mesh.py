@@ -159,10 +159,28 @@ def test_a_topology_with_more_devices_than_there_are_is_refused() -> None:
         flat_mesh(Topology.of_degrees((5, 4)), jax.devices())
 
 
-def test_a_replica_that_a_process_with_two_degrees_shares_is_found():
-    topology = Topology.of_degrees((3, 1))
-    shared = [TpuDevice(k, "cpu", process_index=k // 2) for k in range(4)]
-    apart = [TpuDevice(k, "cpu", process_index=k // 3) for k in range(4)]
-    assert flat_mesh(topology, shared).mixed_replicas == (0,)
-    assert flat_mesh(topology, apart).mixed_replicas == ()
-    assert flat_mesh(Topology.of_degrees((2, 2)), [TpuDevice(k, "cpu") for k in range(4)]).mixed_replicas == ()
+@pytest.mark.parametrize(
+    ("process_of", "own_replicas"),
+    [
+        ([0, 0, 0, 1, 1, 2, 2], [{0}, {1}, {2}]),
+        # Replica 1 is on processes 0 and 1: all that these have is one program.
+        ([0, 0, 0, 0, 1, 2, 2], [{0, 1}, {0, 1}, {2}]),
+        ([0, 0, 1, 1, 1, 1, 2], [{0, 1, 2}] * 3),
+        ([0, 1, 2, 3, 4, 5, 6], [{0}] * 3 + [{1}] * 2 + [{2}] * 2),
+        # One link after the other.
+        ([0, 0, 1, 1, 2, 2, 3], [{0, 1, 2}] * 4),
+    ],
+)
+def test_processes_that_share_a_replica_run_one_program(process_of: list[int], own_replicas: list[set[int]]):
+    topology, found = Topology.of_degrees((3, 2, 2)), []
+    for process in sorted(set(process_of)):
+        own_devices = [number for number, holder in enumerate(process_of) if holder == process]
+        found.append(flat_mesh(topology, jax.devices(), own_devices, process_of))
+    assert [flat.own_replicas for flat in found] == own_replicas
+    assert [flat.own_degrees for flat in found] == [tuple(sorted({(3, 2, 2)[r] for r in own})) for own in own_replicas]
+
+
+def test_lost_devices_link_no_processes():
+    topology = Topology.of_degrees((2, 2)).lose(1, 0)
+    assert flat_mesh(topology, jax.devices(), [0, 1, 2], [0, 0, 0, 1]).own_replicas == {0}
+    assert flat_mesh(topology, jax.devices(), [3], [0, 0, 0, 1]).own_replicas == {1}
